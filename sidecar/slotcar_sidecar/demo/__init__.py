@@ -1,0 +1,1 @@
+"""The `slotcar demo` command: a real host model, adapters and a sidecar on one machine."""
