@@ -1,6 +1,6 @@
 """Gives the demo's host model as a local Hugging Face folder.
 
-Invariant: a model folder in the cache is complete: it appears there by one rename, after its files are synced.
+Invariant: a model folder in the cache is complete, as it appears there by one rename of synced files.
 """
 
 import importlib.metadata
@@ -33,9 +33,7 @@ class HostModelMissingError(Exception):
     """The package that ships the weights is absent, or does not hold exactly one GGUF file."""
 
     def __init__(self, package: str, found: tuple[str, ...]) -> None:
-        super().__init__(
-            f"package {package} holds {len(found)} GGUF files, not 1: {', '.join(found) or 'none'}"
-        )
+        super().__init__(f"package {package} holds {len(found)} GGUF files, not 1: {', '.join(found) or 'none'}")
         self.package = package
         self.found = found
 
@@ -61,7 +59,7 @@ def tiny_llama_folder(cache: Path) -> Path:
 
 
 def _published(cache: Path, name: str, write: Callable[[Path], None]) -> Path:
-    """Return the cache's folder for `name`, made by `write` if absent; of two racing makers the first wins."""
+    """Return the cache's folder for `name`, made by `write` if absent; in a race the first wins."""
     # transformers 5 saves configs that transformers 4 misreads (rope), so its version is part of the key.
     folder = cache / f"{name}-transformers{importlib.metadata.version('transformers')}"
     if folder.is_dir():

@@ -1,0 +1,198 @@
+"""Every way in which slotcar refuses a call: one exception type per row of the error table.
+
+SlotcarError
+├── AdapterNotFound · AdapterNotResident · AdapterConflict · DigestMismatch
+├── AdapterInvalid · AdapterUnsupported · ModelMismatch · ModelUnknown
+├── SourceDenied · SourceUnavailable
+├── SlotsExhausted · CapacityExceeded
+├── LayoutStale · SessionNotFound · MappingNotFound
+├── ShapeMismatch · SiteUnknown · RequestInvalid
+└── ShuttingDown · InternalError
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import ClassVar
+
+
+class Reason(StrEnum):
+    """The rows of the error table, named as on the wire."""
+
+    ADAPTER_NOT_FOUND = "ADAPTER_NOT_FOUND"
+    ADAPTER_NOT_RESIDENT = "ADAPTER_NOT_RESIDENT"
+    ADAPTER_CONFLICT = "ADAPTER_CONFLICT"
+    DIGEST_MISMATCH = "DIGEST_MISMATCH"
+    ADAPTER_INVALID = "ADAPTER_INVALID"
+    ADAPTER_UNSUPPORTED = "ADAPTER_UNSUPPORTED"
+    MODEL_MISMATCH = "MODEL_MISMATCH"
+    MODEL_UNKNOWN = "MODEL_UNKNOWN"
+    SOURCE_DENIED = "SOURCE_DENIED"
+    SOURCE_UNAVAILABLE = "SOURCE_UNAVAILABLE"
+    SLOTS_EXHAUSTED = "SLOTS_EXHAUSTED"
+    CAPACITY_EXCEEDED = "CAPACITY_EXCEEDED"
+    LAYOUT_STALE = "LAYOUT_STALE"
+    SESSION_NOT_FOUND = "SESSION_NOT_FOUND"
+    MAPPING_NOT_FOUND = "MAPPING_NOT_FOUND"
+    SHAPE_MISMATCH = "SHAPE_MISMATCH"
+    SITE_UNKNOWN = "SITE_UNKNOWN"
+    SHUTTING_DOWN = "SHUTTING_DOWN"
+    REQUEST_INVALID = "REQUEST_INVALID"
+    INTERNAL = "INTERNAL"
+
+
+class SlotcarError(Exception):
+    """A refusal with its reason and its facts; facts become the error details on the wire.
+
+    `field` names the request field at fault, if one is; `retry_after_seconds` is set only where waiting helps.
+    """
+
+    reason: ClassVar[Reason]
+    field: str | None = None
+    retry_after_seconds: float | None = None
+
+    def __init__(self, message: str, **facts: object) -> None:
+        super().__init__(message)
+        self.message = message
+        self.facts = {key: str(value) for key, value in facts.items() if value is not None}
+
+
+class AdapterNotFound(SlotcarError):
+    reason = Reason.ADAPTER_NOT_FOUND
+
+    def __init__(self, *refs: object, **facts: object) -> None:
+        names = ", ".join(str(ref) for ref in refs)
+        super().__init__(f"no adapter {names}: load it first", adapters=names, **facts)
+
+
+class AdapterNotResident(SlotcarError):
+    reason = Reason.ADAPTER_NOT_RESIDENT
+
+    def __init__(self, *refs: object, **facts: object) -> None:
+        names = ", ".join(str(ref) for ref in refs)
+        super().__init__(f"adapter {names} is in no slot: load it again, then set the mapping", adapters=names, **facts)
+
+
+class AdapterConflict(SlotcarError):
+    reason = Reason.ADAPTER_CONFLICT
+
+    def __init__(self, name: object, *, found: object, wanted: object) -> None:
+        super().__init__(
+            f"adapter {name} has other bytes: use another name, or replace it", adapter=name, found=found, wanted=wanted
+        )
+
+
+class DigestMismatch(SlotcarError):
+    reason = Reason.DIGEST_MISMATCH
+
+    def __init__(self, source: object, *, found: object, wanted: object) -> None:
+        super().__init__(
+            f"the bytes at {source} have digest {found}, not {wanted}", source=source, found=found, wanted=wanted
+        )
+
+
+class AdapterInvalid(SlotcarError):
+    """Facts by name: file, field, tensor, found, wanted."""
+
+    reason = Reason.ADAPTER_INVALID
+
+
+class AdapterUnsupported(SlotcarError):
+    """Facts by name: file, field, tensor, found, wanted."""
+
+    reason = Reason.ADAPTER_UNSUPPORTED
+
+
+class ModelMismatch(SlotcarError):
+    reason = Reason.MODEL_MISMATCH
+
+
+class ModelUnknown(SlotcarError):
+    reason = Reason.MODEL_UNKNOWN
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the server does not know its model yet: start it with --base-model or --model-spec, "
+            "or open a session with a model_spec, then load again"
+        )
+
+
+class SourceDenied(SlotcarError):
+    reason = Reason.SOURCE_DENIED
+    field = "source"
+
+
+class SourceUnavailable(SlotcarError):
+    reason = Reason.SOURCE_UNAVAILABLE
+    field = "source"
+
+
+class SlotsExhausted(SlotcarError):
+    reason = Reason.SLOTS_EXHAUSTED
+
+    def __init__(self, message: str, *, retry_after_seconds: float | None = None, **facts: object) -> None:
+        super().__init__(message, **facts)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class CapacityExceeded(SlotcarError):
+    reason = Reason.CAPACITY_EXCEEDED
+
+
+class LayoutStale(SlotcarError):
+    reason = Reason.LAYOUT_STALE
+
+    def __init__(self, message: str, *, entries: str, **facts: object) -> None:
+        super().__init__(message, entries=entries, **facts)
+
+
+class SessionNotFound(SlotcarError):
+    reason = Reason.SESSION_NOT_FOUND
+
+    def __init__(self) -> None:
+        super().__init__("no such session in this epoch: open one")
+
+
+class MappingNotFound(SlotcarError):
+    reason = Reason.MAPPING_NOT_FOUND
+
+    def __init__(self, mapping_id: int) -> None:
+        super().__init__(f"the session has no mapping {mapping_id}: set it", mapping_id=mapping_id)
+
+
+class ShapeMismatch(SlotcarError):
+    reason = Reason.SHAPE_MISMATCH
+
+    def __init__(self, field: str, *, found: object, wanted: object, **facts: object) -> None:
+        super().__init__(f"{field} is {found}, wanted {wanted}", field=field, found=found, wanted=wanted, **facts)
+        self.field = field
+
+
+class SiteUnknown(SlotcarError):
+    reason = Reason.SITE_UNKNOWN
+
+    def __init__(self, field: str, site: str) -> None:
+        super().__init__(f"the model has no site {site!r}", field=field, site=site)
+        self.field = field
+
+
+class RequestInvalid(SlotcarError):
+    reason = Reason.REQUEST_INVALID
+
+    def __init__(self, field: str, *, found: object, wanted: object) -> None:
+        super().__init__(f"{field} is {found!r}, wanted {wanted}", field=field, found=found, wanted=wanted)
+        self.field = field
+
+
+class ShuttingDown(SlotcarError):
+    reason = Reason.SHUTTING_DOWN
+
+    def __init__(self) -> None:
+        super().__init__("the server is shutting down: retry elsewhere, or when a new epoch is up")
+
+
+class InternalError(SlotcarError):
+    reason = Reason.INTERNAL
+
+    def __init__(self) -> None:
+        super().__init__("a fault of slotcar itself: see the server's log")

@@ -1,0 +1,1 @@
+"""Slots on a device: what fills them and what computes with them."""

@@ -1,0 +1,1 @@
+"""gRPC: translates between messages and the cache, and nothing else."""
