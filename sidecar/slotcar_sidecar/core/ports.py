@@ -1,0 +1,88 @@
+"""What the cache needs of the parts around it, as protocols, so that they depend on the core and not on each other."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Protocol
+
+from slotcar_sidecar.core.adapter import Adapter
+from slotcar_sidecar.core.forward import ForwardItem
+from slotcar_sidecar.core.ids import Digest, SlotId
+from slotcar_sidecar.core.model import ModelSpec
+from slotcar_sidecar.core.tensor import Matrix
+
+
+class HostAdapter(Protocol):
+    """An adapter whose weights are verified and in host memory."""
+
+    @property
+    def adapter(self) -> Adapter: ...
+
+
+class Source(Protocol):
+    """Where adapters come from. Both calls block and run in the loader pool."""
+
+    def canonical(self, uri: str) -> str:
+        """The one spelling of `uri`. Raises SourceDenied when it is outside every root."""
+
+    def version(self, uri: str) -> Hashable:
+        """What identifies the bytes at a canonical `uri` now, without reading them."""
+
+    def read(self, uri: str) -> HostAdapter:
+        """Reads and verifies the adapter at a canonical `uri`.
+
+        Raises SourceDenied, SourceUnavailable, AdapterInvalid, AdapterUnsupported or CapacityExceeded.
+        """
+
+
+class HostTier(Protocol):
+    """Verified adapters in memory, bounded by bytes. Only the cache's owner calls it."""
+
+    capacity_bytes: int
+
+    @property
+    def used_bytes(self) -> int: ...
+
+    def get(self, digest: Digest) -> HostAdapter | None:
+        """The adapter, which becomes the most recently used, or None."""
+
+    def put(self, weights: HostAdapter) -> tuple[Digest, ...]:
+        """Stores an adapter and returns what was dropped for it. Raises CapacityExceeded if it can never fit."""
+
+    def drop(self, digest: Digest) -> None:
+        """Forgets an adapter, if it is there."""
+
+    def __contains__(self, digest: object) -> bool: ...
+
+
+class Batch(Protocol):
+    """A prepared Forward: index arrays and tensors, ready to launch."""
+
+
+class Device(Protocol):
+    """S slots, each the storage for one adapter over all sites of the model."""
+
+    slots: int
+    max_rank: int
+    slot_dtype: str
+
+    def shape(self, model: ModelSpec) -> None:
+        """Makes the slots for `model`; called once, before any other call."""
+
+    def slot_bytes(self) -> int:
+        """Size of one slot over all sites, in bytes; 0 before `shape`."""
+
+    def fill(self, slot: SlotId, weights: HostAdapter) -> None:
+        """Writes an adapter into a slot, zero where it has no weights. Blocks; runs in the loader pool.
+
+        The caller guarantees that nobody reads the slot meanwhile (DESIGN I2).
+        """
+
+    def prepare(self, entries: Sequence[tuple[SlotId | None, int]], items: Sequence[ForwardItem]) -> Batch:
+        """Index work for rows grouped into (slot or None for the base model, number of rows)."""
+
+    def execute(self, batch: Batch) -> list[Matrix]:
+        """Computes one [rows, out_features] matrix per item. Blocks; runs in the compute pool."""
+
+    def matches(self, slot: SlotId, weights: HostAdapter) -> bool:
+        """Whether the slot's bytes are the adapter's, and zero where it has none (invariant I1)."""
