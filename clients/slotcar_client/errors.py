@@ -1,0 +1,273 @@
+"""Every way in which a call can fail: one exception type per row of the error table, and gRPC's own failures.
+
+SlotcarError                    also a row that only a newer server knows
+├── AdapterNotFound · AdapterNotResident · AdapterConflict · DigestMismatch
+├── AdapterInvalid · AdapterUnsupported · ModelMismatch · ModelUnknown
+├── SourceDenied · SourceUnavailable
+├── SlotsExhausted · CapacityExceeded
+├── LayoutStale · SessionNotFound · MappingNotFound
+├── ShapeMismatch · SiteUnknown · RequestInvalid
+├── ShuttingDown
+├── InternalError
+│   └── AuditFailed             an answer is not the answer to the question; its tensors were thrown away
+└── TransportError              gRPC failed without a row of the table
+    ├── Unavailable             no server answers
+    ├── DeadlineExceeded        no answer in time
+    └── CallCancelled           this side gave up
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+
+from slotcar.v1 import error_pb2
+
+DOMAIN = "slotcar"
+_DETAILS_KEY = "grpc-status-details-bin"
+_CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
+_REASON_PREFIX = "ERROR_REASON_"
+
+
+class SlotcarError(Exception):
+    """A call that failed. `reason` is the row of the error table, `metadata` holds its facts by name.
+
+    `code` is the gRPC status; `retry_after_seconds` is set only where waiting helps.
+    """
+
+    default_reason: ClassVar[str] = "UNKNOWN"
+    default_code: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNKNOWN
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        reason: str | None = None,
+        code: grpc.StatusCode | None = None,
+        retry_after_seconds: float | None = None,
+        **facts: object,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.reason = reason or self.default_reason
+        self.code = code or self.default_code
+        self.retry_after_seconds = retry_after_seconds
+        self.metadata = {key: str(value) for key, value in facts.items()}
+
+
+class AdapterNotFound(SlotcarError):
+    default_reason = "ADAPTER_NOT_FOUND"
+    default_code = grpc.StatusCode.NOT_FOUND
+
+
+class AdapterNotResident(SlotcarError):
+    default_reason = "ADAPTER_NOT_RESIDENT"
+    default_code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class AdapterConflict(SlotcarError):
+    default_reason = "ADAPTER_CONFLICT"
+    default_code = grpc.StatusCode.ALREADY_EXISTS
+
+
+class DigestMismatch(SlotcarError):
+    default_reason = "DIGEST_MISMATCH"
+    default_code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class AdapterInvalid(SlotcarError):
+    default_reason = "ADAPTER_INVALID"
+    default_code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class AdapterUnsupported(SlotcarError):
+    default_reason = "ADAPTER_UNSUPPORTED"
+    default_code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class ModelMismatch(SlotcarError):
+    default_reason = "MODEL_MISMATCH"
+    default_code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class ModelUnknown(SlotcarError):
+    default_reason = "MODEL_UNKNOWN"
+    default_code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class SourceDenied(SlotcarError):
+    default_reason = "SOURCE_DENIED"
+    default_code = grpc.StatusCode.PERMISSION_DENIED
+
+
+class SourceUnavailable(SlotcarError):
+    default_reason = "SOURCE_UNAVAILABLE"
+    default_code = grpc.StatusCode.UNAVAILABLE
+
+
+class SlotsExhausted(SlotcarError):
+    default_reason = "SLOTS_EXHAUSTED"
+    default_code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class CapacityExceeded(SlotcarError):
+    default_reason = "CAPACITY_EXCEEDED"
+    default_code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class LayoutStale(SlotcarError):
+    default_reason = "LAYOUT_STALE"
+    default_code = grpc.StatusCode.ABORTED
+
+
+class SessionNotFound(SlotcarError):
+    default_reason = "SESSION_NOT_FOUND"
+    default_code = grpc.StatusCode.NOT_FOUND
+
+
+class MappingNotFound(SlotcarError):
+    default_reason = "MAPPING_NOT_FOUND"
+    default_code = grpc.StatusCode.NOT_FOUND
+
+
+class ShapeMismatch(SlotcarError):
+    default_reason = "SHAPE_MISMATCH"
+    default_code = grpc.StatusCode.INVALID_ARGUMENT
+
+
+class SiteUnknown(SlotcarError):
+    default_reason = "SITE_UNKNOWN"
+    default_code = grpc.StatusCode.INVALID_ARGUMENT
+
+
+class RequestInvalid(SlotcarError):
+    default_reason = "REQUEST_INVALID"
+    default_code = grpc.StatusCode.INVALID_ARGUMENT
+
+
+class ShuttingDown(SlotcarError):
+    default_reason = "SHUTTING_DOWN"
+    default_code = grpc.StatusCode.UNAVAILABLE
+
+
+class InternalError(SlotcarError):
+    default_reason = "INTERNAL"
+    default_code = grpc.StatusCode.INTERNAL
+
+
+class AuditFailed(InternalError):
+    """An answer reports other digests, an other epoch or other shapes than the call was for."""
+
+
+class TransportError(SlotcarError):
+    """gRPC failed without a row of the table; `reason` is the name of the gRPC status."""
+
+
+class Unavailable(TransportError):
+    default_reason = "UNAVAILABLE"
+    default_code = grpc.StatusCode.UNAVAILABLE
+
+
+class DeadlineExceeded(TransportError):
+    default_reason = "DEADLINE_EXCEEDED"
+    default_code = grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+class CallCancelled(TransportError):
+    default_reason = "CANCELLED"
+    default_code = grpc.StatusCode.CANCELLED
+
+
+BY_REASON: dict[str, type[SlotcarError]] = {
+    error.default_reason: error
+    for error in (
+        AdapterNotFound,
+        AdapterNotResident,
+        AdapterConflict,
+        DigestMismatch,
+        AdapterInvalid,
+        AdapterUnsupported,
+        ModelMismatch,
+        ModelUnknown,
+        SourceDenied,
+        SourceUnavailable,
+        SlotsExhausted,
+        CapacityExceeded,
+        LayoutStale,
+        SessionNotFound,
+        MappingNotFound,
+        ShapeMismatch,
+        SiteUnknown,
+        RequestInvalid,
+        ShuttingDown,
+        InternalError,
+    )
+}
+
+# What a status without our ErrorInfo means. A message over a size limit is gRPC's only RESOURCE_EXHAUSTED.
+_BY_CODE: dict[grpc.StatusCode, type[SlotcarError]] = {
+    grpc.StatusCode.UNAVAILABLE: Unavailable,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    grpc.StatusCode.CANCELLED: CallCancelled,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: CapacityExceeded,
+}
+
+
+def from_rpc_error(error: grpc.RpcError) -> SlotcarError:
+    """The exception for a failed RPC. Total: any error gives one, whatever it lacks."""
+    if not isinstance(error, grpc.Call):
+        return TransportError(str(error) or "the call failed without a status")
+    code = error.code() or grpc.StatusCode.UNKNOWN
+    message = error.details() or code.name
+    info, retry_after_seconds = _details(error)
+    if info is None:
+        kind = _BY_CODE.get(code, TransportError)
+        reason = code.name if kind is TransportError else None
+        return kind(message, reason=reason, code=code)
+    return _make(info.reason, message, code, dict(info.metadata), retry_after_seconds)
+
+
+def from_message(error: error_pb2.Error) -> SlotcarError:
+    """The exception for an error that came as a value. Total, also for reasons and codes of a newer server."""
+    code = _CODES.get(error.code, grpc.StatusCode.UNKNOWN)
+    try:
+        reason = error_pb2.ErrorReason.Name(error.reason).removeprefix(_REASON_PREFIX)
+    except ValueError:
+        reason = f"REASON_{error.reason}"
+    return _make(reason, error.message or reason, code, dict(error.metadata), None)
+
+
+def _make(
+    reason: str, message: str, code: grpc.StatusCode, metadata: dict[str, str], retry_after_seconds: float | None
+) -> SlotcarError:
+    error = BY_REASON.get(reason, SlotcarError)(
+        message, reason=reason, code=code, retry_after_seconds=retry_after_seconds
+    )
+    error.metadata = metadata
+    return error
+
+
+def _details(call: grpc.Call) -> tuple[error_details_pb2.ErrorInfo | None, float | None]:
+    """Our ErrorInfo and the RetryInfo's seconds of a call's status, None for what it lacks."""
+    info, retry_after_seconds = None, None
+    for packed in _status(call).details:
+        if packed.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
+            found = error_details_pb2.ErrorInfo.FromString(packed.value)
+            info = found if found.domain == DOMAIN else info
+        elif packed.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
+            delay = error_details_pb2.RetryInfo.FromString(packed.value).retry_delay
+            retry_after_seconds = delay.seconds + delay.nanos / 1e9
+    return info, retry_after_seconds
+
+
+def _status(call: grpc.Call) -> status_pb2.Status:
+    for key, value in call.trailing_metadata() or ():
+        if key == _DETAILS_KEY:
+            try:
+                return status_pb2.Status.FromString(value)
+            except DecodeError:
+                break
+    return status_pb2.Status()

@@ -1,0 +1,44 @@
+"""One channel: its options, its stubs, and calls whose failures are the client's exceptions."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import grpc
+
+from slotcar.v1 import adapter_service_pb2_grpc, engine_service_pb2_grpc
+from slotcar_client.errors import from_rpc_error
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+
+# A sidecar is near: try again soon after it went away. No proxy lies between, whatever the environment says.
+_OPTIONS = (
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
+
+
+class Rpc:
+    """The stubs of one channel; `timeout_seconds` is the deadline of each call that is not a stream."""
+
+    def __init__(self, target: str, timeout_seconds: float) -> None:
+        self.timeout_seconds = timeout_seconds
+        self._channel = grpc.insecure_channel(target, options=_OPTIONS)
+        self.adapters = adapter_service_pb2_grpc.AdapterServiceStub(self._channel)
+        self.engine = engine_service_pb2_grpc.EngineServiceStub(self._channel)
+
+    def call(self, method: grpc.UnaryUnaryMultiCallable[Request, Response], request: Request) -> Response:
+        """The answer. Raises SlotcarError."""
+        try:
+            return method(request, timeout=self.timeout_seconds)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+
+    def close(self) -> None:
+        """Cancels what is under way. Idempotent."""
+        self._channel.close()

@@ -1,0 +1,90 @@
+"""Forward over one long-lived ForwardStream.
+
+Invariant: a stream has no unread answer between two calls. A call that ends in any other way than with its answer
+drops the stream, so that no later call can read an answer that is not its own.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+
+import grpc
+
+from slotcar.v1 import engine_service_pb2
+from slotcar_client.errors import DeadlineExceeded, InternalError, Unavailable, from_message, from_rpc_error
+from slotcar_client.rpc import Rpc
+from slotcar_client.transports.watchdog import Watchdog
+
+_Request = engine_service_pb2.ForwardStreamRequest
+_Response = engine_service_pb2.ForwardStreamResponse
+_Call = grpc.CallIterator[_Response]
+
+
+class StreamTransport:
+    name = "stream"
+
+    def __init__(self, rpc: Rpc) -> None:
+        self._rpc = rpc
+        self._open: _OpenStream | None = None
+        self._watchdog = Watchdog(rpc.timeout_seconds)
+
+    def forward(self, request: engine_service_pb2.ForwardRequest) -> engine_service_pb2.ForwardResponse:
+        stream = self._open
+        if stream is None or not stream.alive:
+            stream = _OpenStream(self._rpc)
+        self._open = None
+        with self._watchdog.watch(stream.cancel) as watch:
+            try:
+                response = stream.ask(request)
+            except grpc.RpcError as error:
+                if watch.expired:
+                    raise DeadlineExceeded(f"no answer within {self._rpc.timeout_seconds:g} s") from error
+                raise from_rpc_error(error) from error
+            except BaseException:
+                stream.cancel()
+                raise
+        self._open = stream
+        kind = response.WhichOneof("result")
+        if kind == "forward":
+            return response.forward
+        if kind == "error":
+            raise from_message(response.error)
+        raise InternalError("the stream's answer has neither a result nor an error")
+
+    def close(self) -> None:
+        if self._open is not None:
+            self._open.cancel()
+            self._open = None
+        self._watchdog.close()
+
+
+class _OpenStream:
+    """One ForwardStream with the queue that feeds it."""
+
+    def __init__(self, rpc: Rpc) -> None:
+        self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
+        self._call: _Call = rpc.engine.ForwardStream(self._feed())
+
+    @property
+    def alive(self) -> bool:
+        return self._call.is_active()
+
+    def ask(self, request: engine_service_pb2.ForwardRequest) -> _Response:
+        self._requests.put(_Request(forward=request))
+        try:
+            return next(self._call)
+        except StopIteration:
+            raise Unavailable("the server ended the stream of Forwards") from None
+        finally:
+            if not self._call.is_active():
+                self._requests.put(None)
+
+    def cancel(self) -> None:
+        """Ends the stream and the thread that gRPC reads the queue with. Idempotent."""
+        self._call.cancel()
+        self._requests.put(None)
+
+    def _feed(self) -> Iterator[_Request]:
+        while (request := self._requests.get()) is not None:
+            yield request

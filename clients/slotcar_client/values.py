@@ -1,0 +1,178 @@
+"""What the client hands back: frozen values, without protobuf and without tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping as ReadOnlyDict
+from dataclasses import dataclass
+
+from slotcar_client.entries import Target
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutVersion:
+    """A version of the slot layout; generations compare only inside one epoch."""
+
+    epoch: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One slot; `state` is "free", "filling", "occupied" or "draining", `digest` is empty when it is free."""
+
+    index: int
+    state: str
+    digest: str
+    mod_generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The table slot → state and digest, at one version."""
+
+    version: LayoutVersion
+    slots: tuple[Slot, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """What a server is and accepts."""
+
+    version: str
+    slots: int
+    max_rank: int
+    slot_dtype: str
+    max_message_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """A name and what it resolves to.
+
+    `tier` is "source", "disk", "host" or "device"; `slot` is None unless it is "device". `sites` is empty in lists.
+    """
+
+    name: str
+    digest: str
+    source: str
+    rank: int
+    bytes: int
+    tier: str
+    slot: int | None
+    keep: bool
+    pins: int
+    sites: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All adapters, in order of their names, with the layout at the same moment."""
+
+    adapters: tuple[AdapterInfo, ...]
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class SiteReport:
+    """One site that received weights; `scale` multiplies its delta."""
+
+    name: str
+    rank: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What became of each part of an adapter; `sites` has rank and scale for each of `sites_matched`."""
+
+    rank: int
+    bytes: int
+    sites: tuple[SiteReport, ...]
+    sites_zero: tuple[str, ...]
+    fields_ignored: tuple[str, ...]
+    warnings: tuple[str, ...]
+    file_dtype: str
+    slot_dtype: str
+
+    @property
+    def sites_matched(self) -> tuple[str, ...]:
+        return tuple(site.name for site in self.sites)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport(Report):
+    """A load that succeeded; `version` is the layout at which the adapter is resident."""
+
+    name: str
+    digest: str
+    adapter: AdapterInfo
+    already_resident: bool
+    version: LayoutVersion
+
+    @property
+    def generation(self) -> int:
+        return self.version.generation
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadReport:
+    """An unload; `slot_state` is None when the adapter was in no slot."""
+
+    digest: str
+    slot_state: str | None
+    pins_ended: int
+    version: LayoutVersion
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate(Report):
+    """What a load would take; `why_not` is empty when it fits."""
+
+    digest: str
+    fits: bool
+    why_not: str
+    device_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened; `time_seconds` is Unix time by the server's clock, `slot` None if none is concerned.
+
+    `kind` is one of "loaded", "refused", "evicted", "replaced", "unloaded", "draining", "freed", "kept",
+    "keep_released", "session_opened", "session_ended", "forward_stale". `missed` events came just before this one and
+    were dropped, because this watcher read too slowly.
+    """
+
+    kind: str
+    time_seconds: float
+    generation: int
+    name: str
+    digest: str
+    slot: int | None
+    session: str
+    reason: str
+    missed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mapping:
+    """Entries resolved at one layout version.
+
+    `entries` has "name@digest" or BASE for each entry, `digests` the digest of each ref as the caller wrote it,
+    `row_counts` the caller's counts or None when it gave none.
+    """
+
+    mapping_id: int
+    version: LayoutVersion
+    entries: tuple[Target, ...]
+    digests: ReadOnlyDict[str, str]
+    row_counts: tuple[int, ...] | None
+
+    @property
+    def generation(self) -> int:
+        return self.version.generation
+
+    @property
+    def entry_digests(self) -> tuple[str, ...]:
+        """The digest of each entry, empty for BASE."""
+        return tuple(entry.partition("@")[2] if isinstance(entry, str) else "" for entry in self.entries)

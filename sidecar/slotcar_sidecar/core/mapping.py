@@ -1,0 +1,72 @@
+"""From a caller's entries to slots, and from row counts to rows; never by inference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slotcar_sidecar.core.errors import LayoutStale, ShapeMismatch
+from slotcar_sidecar.core.ids import AdapterRef, Digest, Epoch, SlotId
+from slotcar_sidecar.core.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What one entry resolved to."""
+
+    ref: AdapterRef
+    digest: Digest
+    slot: SlotId
+
+
+@dataclass(frozen=True, slots=True)
+class Mapping:
+    """Ordered entries (None is the base model), resolved at (epoch, generation)."""
+
+    mapping_id: int
+    entries: tuple[Entry | None, ...]
+    epoch: Epoch
+    generation: int
+
+    @property
+    def slots(self) -> frozenset[SlotId]:
+        return frozenset(entry.slot for entry in self.entries if entry is not None)
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """One digest per entry, empty for the base model, as Forward reports them."""
+        return tuple(str(entry.digest) if entry else "" for entry in self.entries)
+
+    def check_current(self, layout: Layout, generation: int) -> None:
+        """Raises LayoutStale, listing the entries at fault, unless the mapping may be computed at `layout`.
+
+        `generation` is the one that the caller believes the mapping to have.
+        """
+        if generation != self.generation:
+            raise LayoutStale(
+                f"mapping {self.mapping_id} has generation {self.generation}, the call says {generation}",
+                entries="all",
+                found=generation,
+                wanted=self.generation,
+            )
+        stale = [
+            entry
+            for entry in self.entries
+            if entry is not None and (layout.epoch != self.epoch or layout[entry.slot].mod_generation > self.generation)
+        ]
+        if stale:
+            names = ", ".join(dict.fromkeys(f"{entry.ref.name}@{entry.digest}" for entry in stale))
+            raise LayoutStale(
+                f"the slots of {names} changed after generation {self.generation}: map again by digest",
+                entries=names,
+                found=layout.generation,
+                wanted=self.generation,
+            )
+
+    def rows(self, row_counts: Sequence[int]) -> tuple[tuple[SlotId | None, int], ...]:
+        """(slot, number of rows) per entry, None for the base model. Raises ShapeMismatch (invariant I5)."""
+        if len(row_counts) != len(self.entries):
+            raise ShapeMismatch("row_counts", found=f"{len(row_counts)} counts", wanted=f"{len(self.entries)} counts")
+        return tuple(
+            (entry.slot if entry else None, count) for entry, count in zip(self.entries, row_counts, strict=True)
+        )

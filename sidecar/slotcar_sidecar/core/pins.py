@@ -1,0 +1,45 @@
+"""Who protects which slot: sets of owners, never counters, so that nothing can drift."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from slotcar_sidecar.core.ids import SessionId, SlotId
+
+
+@dataclass(frozen=True, slots=True)
+class MappingOwner:
+    """A mapping of a session, as the owner of pins."""
+
+    session: SessionId
+    mapping_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pins:
+    """slot → owners. Slots without an owner are absent."""
+
+    owners: Mapping[SlotId, frozenset[MappingOwner]] = field(default_factory=lambda: MappingProxyType({}))
+
+    def of(self, slot: SlotId) -> frozenset[MappingOwner]:
+        return self.owners.get(slot, frozenset())
+
+    def pinned(self) -> frozenset[SlotId]:
+        return frozenset(self.owners)
+
+    def replace(self, owner: MappingOwner, slots: Iterable[SlotId]) -> Pins:
+        """`owner` pins exactly `slots` from now on. Idempotent."""
+        wanted = frozenset(slots)
+        table = {slot: owners | {owner} if slot in wanted else owners - {owner} for slot, owners in self.owners.items()}
+        table |= {slot: frozenset({owner}) for slot in wanted - table.keys()}
+        return Pins(MappingProxyType({slot: owners for slot, owners in table.items() if owners}))
+
+    def release(self, owner: MappingOwner) -> Pins:
+        """`owner` pins nothing any more. Idempotent."""
+        return self.replace(owner, ())
+
+    def end(self, slot: SlotId) -> Pins:
+        """Nobody pins `slot` any more."""
+        return Pins(MappingProxyType({other: owners for other, owners in self.owners.items() if other != slot}))

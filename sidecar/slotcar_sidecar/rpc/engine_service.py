@@ -1,0 +1,141 @@
+"""slotcar.v1.EngineService over the cache."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from grpc import aio
+from slotcar.v1 import engine_service_pb2 as pb
+from slotcar.v1 import engine_service_pb2_grpc
+
+from slotcar_sidecar.cache import AdapterCache
+from slotcar_sidecar.core.calls import Computed, ForwardCall
+from slotcar_sidecar.core.errors import RequestInvalid, ShuttingDown
+from slotcar_sidecar.core.ids import SessionId
+from slotcar_sidecar.core.session import DEFAULT_GRACE_SECONDS, Session
+from slotcar_sidecar.rpc import convert, status
+from slotcar_sidecar.rpc.interceptors import to_known
+
+Context = aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """What a session is told about the server."""
+
+    version: str
+    max_message_bytes: int
+    heartbeat_seconds: float
+
+
+class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
+    """For the engine beside the sidecar."""
+
+    def __init__(self, cache: AdapterCache, facts: ServerFacts, check_size: Callable[[Any], None]) -> None:
+        self._cache = cache
+        self._facts = facts
+        self._check_size = check_size
+
+    async def OpenSession(
+        self, request: pb.OpenSessionRequest, context: Context
+    ) -> AsyncIterator[pb.OpenSessionResponse]:
+        cache = self._cache
+        session = self._open(request)
+        attachment = session.attachment
+        assert attachment is not None
+        try:
+            layout = cache.layout
+            yield self._opened(session, resumed=bool(request.resume_session))
+            while session.attachment == attachment and session in cache.sessions:
+                if cache.closed:
+                    raise ShuttingDown
+                if cache.layout.slots != layout.slots:
+                    layout = cache.layout
+                    version = convert.from_version(layout)
+                    yield pb.OpenSessionResponse(version=version, layout=convert.from_layout(layout))
+                elif not await cache.wait_for_change(self._facts.heartbeat_seconds):
+                    yield pb.OpenSessionResponse(version=convert.from_version(layout), heartbeat=pb.Heartbeat())
+        finally:
+            cache.detach_session(session, attachment)
+
+    def _open(self, request: pb.OpenSessionRequest) -> Session:
+        model = convert.to_model(request.model_spec) if request.HasField("model_spec") else None
+        if request.resume_session:
+            return self._cache.resume_session(SessionId(request.resume_session), model)
+        grace = request.grace.ToNanoseconds() / 1e9 if request.HasField("grace") else DEFAULT_GRACE_SECONDS
+        return self._cache.open_session(request.client_name, grace, model)
+
+    def _opened(self, session: Session, *, resumed: bool) -> pb.OpenSessionResponse:
+        cache, facts = self._cache, self._facts
+        opened = pb.SessionOpened(
+            session=str(session.session_id),
+            resumed=resumed,
+            server=pb.ServerInfo(
+                version=facts.version,
+                slots=cache.device.slots,
+                max_rank=cache.device.max_rank,
+                slot_dtype=convert.DTYPES[cache.device.slot_dtype],
+                max_message_bytes=facts.max_message_bytes,
+            ),
+            model_spec=convert.from_model(cache.model) if cache.model else None,
+            layout=convert.from_layout(cache.layout),
+        )
+        return pb.OpenSessionResponse(version=convert.from_version(cache.layout), opened=opened)
+
+    async def CloseSession(self, request: pb.CloseSessionRequest, context: Context) -> pb.CloseSessionResponse:
+        self._cache.close_session(SessionId(request.session))
+        return pb.CloseSessionResponse(layout=convert.from_version(self._cache.layout))
+
+    async def SetMapping(self, request: pb.SetMappingRequest, context: Context) -> pb.SetMappingResponse:
+        refs = convert.to_entries(list(request.entries))
+        mapping = self._cache.set_mapping(SessionId(request.session), request.mapping_id, refs)
+        entries = [
+            pb.ResolvedEntry(digest=str(entry.digest), slot=entry.slot) if entry else pb.ResolvedEntry()
+            for entry in mapping.entries
+        ]
+        version = convert.from_version(self._cache.layout)
+        return pb.SetMappingResponse(generation=mapping.generation, entries=entries, layout=version)
+
+    async def ReleaseMapping(self, request: pb.ReleaseMappingRequest, context: Context) -> pb.ReleaseMappingResponse:
+        self._cache.release_mapping(SessionId(request.session), request.mapping_id)
+        return pb.ReleaseMappingResponse(layout=convert.from_version(self._cache.layout))
+
+    async def Forward(self, request: pb.ForwardRequest, context: Context) -> pb.ForwardResponse:
+        return await self._forward(request, "unary")
+
+    async def ForwardStream(
+        self, request_iterator: AsyncIterator[pb.ForwardStreamRequest], context: Context
+    ) -> AsyncIterator[pb.ForwardStreamResponse]:
+        async for request in request_iterator:
+            try:
+                if not request.HasField("forward"):
+                    raise RequestInvalid("forward", found="nothing", wanted="a request")
+                self._check_size(request)
+                yield pb.ForwardStreamResponse(forward=await self._forward(request.forward, "stream"))
+            except Exception as error:  # the stream goes on after a refusal
+                yield pb.ForwardStreamResponse(error=status.to_message(to_known("ForwardStream", error)))
+
+    async def _forward(self, request: pb.ForwardRequest, plane: str) -> pb.ForwardResponse:
+        call = ForwardCall(
+            SessionId(request.session),
+            request.mapping_id,
+            request.generation,
+            tuple(request.row_counts),
+            convert.to_items(list(request.items)),
+            plane,
+        )
+        return _computed(await self._cache.forward(call))
+
+
+def _computed(computed: Computed) -> pb.ForwardResponse:
+    timing = pb.ForwardTiming(
+        queue_nanos=int(computed.queue_seconds * 1e9), compute_nanos=int(computed.compute_seconds * 1e9)
+    )
+    return pb.ForwardResponse(
+        layout=convert.from_version(computed.layout),
+        digests=computed.digests,
+        outputs=[convert.from_matrix(matrix) for matrix in computed.outputs],
+        timing=timing,
+    )

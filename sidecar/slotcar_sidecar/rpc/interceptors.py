@@ -1,0 +1,94 @@
+"""Turns every error that leaves a handler into the error table's status, and counts how calls end."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, NoReturn
+
+import grpc
+from grpc import aio
+
+from slotcar_sidecar.core.errors import CapacityExceeded, InternalError, SlotcarError
+from slotcar_sidecar.rpc.status import CODES, DETAILS_KEY, to_status
+
+_log = logging.getLogger("slotcar.rpc")
+
+Count = Callable[[str, str], None]
+"""Called with the method's name and how the call ended: "OK" or a row of the error table."""
+
+
+class ErrorInterceptor(aio.ServerInterceptor):
+    """Wraps slotcar's own services; health and reflection pass through."""
+
+    def __init__(self, max_message_bytes: int, count: Count) -> None:
+        self._max_message_bytes = max_message_bytes
+        self._count = count
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        handler: Any = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if handler is None or not method.startswith("/slotcar."):
+            return handler  # type: ignore[no-any-return]
+        name = method.rpartition("/")[2]
+        if handler.response_streaming:
+            make = grpc.stream_stream_rpc_method_handler if handler.request_streaming else None
+            make = make or grpc.unary_stream_rpc_method_handler
+            wrapped = self._streaming(name, handler.stream_stream or handler.unary_stream)
+        else:
+            make = grpc.unary_unary_rpc_method_handler
+            wrapped = self._unary(name, handler.unary_unary)
+        return make(wrapped, handler.request_deserializer, handler.response_serializer)
+
+    def check_size(self, request: Any) -> None:
+        """Raises CapacityExceeded when a message is larger than the server says it accepts."""
+        size = request.ByteSize()
+        if size > self._max_message_bytes:
+            raise CapacityExceeded(
+                f"the message has {size} bytes, the server accepts {self._max_message_bytes}: send fewer rows a call",
+                found=size,
+                wanted=self._max_message_bytes,
+            )
+
+    def _unary(self, name: str, handler: Callable[[Any, Any], Awaitable[Any]]) -> Any:
+        async def call(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
+            try:
+                self.check_size(request)
+                response = await handler(request, context)
+            except Exception as error:
+                await self._abort(name, error, context)
+            self._count(name, "OK")
+            return response
+
+        return call
+
+    def _streaming(self, name: str, handler: Callable[[Any, Any], Any]) -> Any:
+        async def call(request: Any, context: aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+            try:
+                async with aclosing(handler(request, context)) as responses:
+                    async for response in responses:
+                        yield response
+            except Exception as error:
+                await self._abort(name, error, context)
+            self._count(name, "OK")
+
+        return call
+
+    async def _abort(self, name: str, error: Exception, context: aio.ServicerContext[Any, Any]) -> NoReturn:
+        known = to_known(name, error)
+        self._count(name, known.reason.value)
+        details = ((DETAILS_KEY, to_status(known).SerializeToString()),)
+        await context.abort(CODES[known.reason], known.message, details)
+
+
+def to_known(name: str, error: Exception) -> SlotcarError:
+    """The error itself, or InternalError, with the fault in the log, for what no caller can have caused."""
+    if isinstance(error, SlotcarError):
+        return error
+    _log.error("fault in %s", name, exc_info=error)
+    return InternalError()
