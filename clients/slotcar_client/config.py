@@ -8,17 +8,14 @@ from collections.abc import Mapping
 from slotcar_client.errors import RequestInvalid
 
 TARGET_VARIABLE = "SLOTCAR_TARGET"
+# Where `slotcar serve` listens when nobody says otherwise.
+DEFAULT_TARGET = "unix:///run/slotcar/slotcar.sock"
 _WANTED = "unix:///path, tcp://host:port or host:port"
 
 
 def default_target(environ: Mapping[str, str] = os.environ) -> str:
-    """The target that the environment names. Raises RequestInvalid when it names none."""
-    target = environ.get(TARGET_VARIABLE, "")
-    if not target:
-        raise RequestInvalid(
-            f"no target: give one, or set {TARGET_VARIABLE}", field="target", found="nothing", wanted=_WANTED
-        )
-    return target
+    """The target that the environment names, else the one that a sidecar has by default."""
+    return environ.get(TARGET_VARIABLE) or DEFAULT_TARGET
 
 
 def grpc_target(target: str) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from slotcar.v1 import adapter_pb2, adapter_service_pb2, engine_service_pb2, layout_pb2, tensor_pb2
+
 from slotcar_client import values
 
 DTYPE_NAMES = {
@@ -15,7 +17,7 @@ DTYPE_NAMES = {
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
-def _word(name: Callable[[int], str], prefix: str, value: int) -> str:
+def _word(name: Callable[[Any], str], prefix: str, value: int) -> str:
     """An enum value as a word, such as "occupied"; one of a newer server as its number."""
     try:
         return name(value).removeprefix(prefix).lower()

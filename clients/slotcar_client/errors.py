@@ -23,7 +23,6 @@ from typing import ClassVar
 import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
-
 from slotcar.v1 import error_pb2
 
 DOMAIN = "slotcar"
@@ -55,7 +54,7 @@ class SlotcarError(Exception):
         self.reason = reason or self.default_reason
         self.code = code or self.default_code
         self.retry_after_seconds = retry_after_seconds
-        self.metadata = {key: str(value) for key, value in facts.items()}
+        self.metadata = {key: str(value) for key, value in facts.items() if value is not None}
 
 
 class AdapterNotFound(SlotcarError):

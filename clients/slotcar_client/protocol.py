@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 from google.protobuf import duration_pb2
 from slotcar.v1 import engine_service_pb2, model_pb2
+
 from slotcar_client.entries import BASE, Entries, Target
 from slotcar_client.errors import AuditFailed, CapacityExceeded, RequestInvalid
 from slotcar_client.values import LayoutVersion, Mapping
@@ -34,9 +36,7 @@ def open_request(
     )
 
 
-def mapping_request(
-    session: str, mapping_id: int, targets: Iterable[Target]
-) -> engine_service_pb2.SetMappingRequest:
+def mapping_request(session: str, mapping_id: int, targets: Iterable[Target]) -> engine_service_pb2.SetMappingRequest:
     entries = (
         engine_service_pb2.MappingEntry(base=True)
         if target is BASE
@@ -46,9 +46,7 @@ def mapping_request(
     return engine_service_pb2.SetMappingRequest(session=session, mapping_id=mapping_id, entries=entries)
 
 
-def read_mapping(
-    mapping_id: int, entries: Entries, response: engine_service_pb2.SetMappingResponse
-) -> Mapping:
+def read_mapping(mapping_id: int, entries: Entries, response: engine_service_pb2.SetMappingResponse) -> Mapping:
     """The mapping that was set. Raises AuditFailed when the answer is not one for `entries`."""
     found = [entry.digest for entry in response.entries]
     if len(found) != len(entries.targets):
@@ -70,6 +68,12 @@ def read_mapping(
         digests[target] = digest
     version = LayoutVersion(response.layout.epoch, response.generation)
     return Mapping(mapping_id, version, tuple(resolved), MappingProxyType(digests), entries.row_counts)
+
+
+def remapped(old: Mapping, response: engine_service_pb2.SetMappingResponse) -> Mapping:
+    """The mapping `old`, set again by its digests. Raises AuditFailed when the answer has any other digest."""
+    again = read_mapping(old.mapping_id, Entries(old.entries, old.row_counts), response)
+    return replace(old, version=again.version)
 
 
 def check_forward(

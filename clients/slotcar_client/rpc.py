@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TypeVar
 
 import grpc
-
 from slotcar.v1 import adapter_service_pb2_grpc, engine_service_pb2_grpc
+
 from slotcar_client.errors import from_rpc_error
 
 Request = TypeVar("Request")
@@ -20,6 +20,10 @@ _OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
+    # A server that is gone without a word is noticed while a call or a session's stream is open.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
 )
 
 
@@ -32,10 +36,15 @@ class Rpc:
         self.adapters = adapter_service_pb2_grpc.AdapterServiceStub(self._channel)
         self.engine = engine_service_pb2_grpc.EngineServiceStub(self._channel)
 
-    def call(self, method: grpc.UnaryUnaryMultiCallable[Request, Response], request: Request) -> Response:
-        """The answer. Raises SlotcarError."""
+    def call(
+        self,
+        method: grpc.UnaryUnaryMultiCallable[Request, Response],
+        request: Request,
+        timeout_seconds: float | None = None,
+    ) -> Response:
+        """The answer, by default within the deadline of the channel's calls. Raises SlotcarError."""
         try:
-            return method(request, timeout=self.timeout_seconds)
+            return method(request, timeout=timeout_seconds or self.timeout_seconds)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
 

@@ -9,12 +9,12 @@ import threading
 from collections.abc import Callable
 
 import grpc
-
 from slotcar.v1 import engine_service_pb2
+
 from slotcar_client import convert
 from slotcar_client.errors import AuditFailed, DeadlineExceeded, SlotcarError, Unavailable, from_rpc_error
 from slotcar_client.rpc import Rpc
-from slotcar_client.values import Layout
+from slotcar_client.values import Layout, ServerInfo
 
 OnEnd = Callable[["SessionStream"], None]
 
@@ -27,6 +27,7 @@ class SessionStream:
         self._on_end = on_end
         self._first = threading.Event()
         self._opened: engine_service_pb2.SessionOpened | None = None
+        self._server: ServerInfo | None = None
         self._layout: Layout | None = None
         self._error: SlotcarError | None = None
         self._ended = threading.Event()
@@ -43,6 +44,12 @@ class SessionStream:
     def opened(self) -> engine_service_pb2.SessionOpened:
         assert self._opened is not None
         return self._opened
+
+    @property
+    def server(self) -> ServerInfo:
+        """What the server is and accepts."""
+        assert self._server is not None
+        return self._server
 
     @property
     def layout(self) -> Layout:
@@ -84,6 +91,7 @@ class SessionStream:
             if kind != "opened":
                 raise AuditFailed(f"the session's stream began with {kind}, not opened", found=kind, wanted="opened")
             self._layout = convert.layout(message.opened.layout)
+            self._server = convert.server_info(message.opened.server)
             self._opened = message.opened
             self._first.set()
         elif kind == "layout":

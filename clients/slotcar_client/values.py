@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping as ReadOnlyDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from slotcar_client.entries import Target
 
@@ -165,7 +165,7 @@ class Mapping:
     mapping_id: int
     version: LayoutVersion
     entries: tuple[Target, ...]
-    digests: ReadOnlyDict[str, str]
+    digests: ReadOnlyDict[str, str] = field(hash=False)
     row_counts: tuple[int, ...] | None
 
     @property

@@ -90,8 +90,8 @@ def _runs(entries: Sequence[tuple[int | None, int]]) -> _Runs:
     runs = _Runs([], [], [])
     row, last = 0, -1
     for slot, count in entries:
-        if count < 0 or (slot is not None and slot < 0):
-            raise ValueError(f"entry {slot, count} has a negative slot or count")
+        if count < 0 or (slot is not None and not 0 <= slot < _BASE):
+            raise ValueError(f"entry {slot, count} has a negative count or an impossible slot")
         if not count:
             continue
         key = _BASE if slot is None else slot

@@ -68,6 +68,10 @@ class AdapterCache:
         self._changed = asyncio.Event()
 
     @property
+    def environment(self) -> Environment:
+        return self._environment
+
+    @property
     def layout(self) -> Layout:
         return self.residency.layout
 

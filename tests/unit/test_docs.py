@@ -11,6 +11,11 @@ from pathlib import Path
 
 import click
 import pytest
+from slotcar_sidecar.core.ids import Epoch
+from slotcar_sidecar.core.layout import Layout
+from slotcar_sidecar.ops.metrics import Metrics, Snapshot
+
+from tests.golden import flags
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = sorted(
@@ -80,6 +85,23 @@ def test_slotcar_commands_exist(page: str) -> None:
         if verb is None or not {*words} <= options | {"--help"}:
             wrong.append(command)
     assert wrong == []
+
+
+def test_flags_are_documented() -> None:
+    page = text_of("docs/operations.md")
+    assert page == flags.page_with_table(page), "run make docs"
+
+
+def test_metrics_are_documented() -> None:
+    metrics = Metrics()
+    metrics.watch(lambda: Snapshot(Layout.empty(Epoch("e"), 1), 0, 0, 0, 0, 0, 0))
+    names = set()
+    for family in metrics.registry.collect():
+        suffix = {"counter": "_total", "info": "_info"}.get(family.type, "")
+        names.add(f"`{family.name}{suffix}`")
+    page = text_of("docs/operations.md")
+    assert {name for name in names if name not in page} == set()
+    assert set(re.findall(r"`slotcar_[a-z_]+`", page)) - names == set()
 
 
 def test_every_page_is_in_the_index() -> None:

@@ -10,15 +10,14 @@ import queue
 from collections.abc import Iterator
 
 import grpc
-
 from slotcar.v1 import engine_service_pb2
+
 from slotcar_client.errors import DeadlineExceeded, InternalError, Unavailable, from_message, from_rpc_error
 from slotcar_client.rpc import Rpc
 from slotcar_client.transports.watchdog import Watchdog
 
 _Request = engine_service_pb2.ForwardStreamRequest
 _Response = engine_service_pb2.ForwardStreamResponse
-_Call = grpc.CallIterator[_Response]
 
 
 class StreamTransport:
@@ -38,6 +37,7 @@ class StreamTransport:
             try:
                 response = stream.ask(request)
             except grpc.RpcError as error:
+                stream.cancel()
                 if watch.expired:
                     raise DeadlineExceeded(f"no answer within {self._rpc.timeout_seconds:g} s") from error
                 raise from_rpc_error(error) from error
@@ -64,7 +64,7 @@ class _OpenStream:
 
     def __init__(self, rpc: Rpc) -> None:
         self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
-        self._call: _Call = rpc.engine.ForwardStream(self._feed())
+        self._call = rpc.engine.ForwardStream(self._feed())
 
     @property
     def alive(self) -> bool:
@@ -76,9 +76,6 @@ class _OpenStream:
             return next(self._call)
         except StopIteration:
             raise Unavailable("the server ended the stream of Forwards") from None
-        finally:
-            if not self._call.is_active():
-                self._requests.put(None)
 
     def cancel(self) -> None:
         """Ends the stream and the thread that gRPC reads the queue with. Idempotent."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from slotcar.v1 import engine_service_pb2
+
 from slotcar_client.rpc import Rpc
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from slotcar_sidecar.core.errors import AdapterInvalid, AdapterUnsupported
 from slotcar_sidecar.store.faults import CONFIG_FILE, invalid, shown, unsupported
 from slotcar_sidecar.store.fields import (
     EFFECTIVE,
@@ -96,13 +97,13 @@ def _check_init(value: object) -> None:
         raise _refusal(INIT_FIELD, value, INIT_REFUSED)
 
 
-def _refusal(name: str, value: object, refused: Refused) -> Exception:
+def _refusal(name: str, value: object, refused: Refused) -> AdapterUnsupported:
     return unsupported(
         f"{CONFIG_FILE} sets {shown(name)} to {shown(value)}: {refused.reason}; {refused.remedy}",
         file=CONFIG_FILE,
         field=name,
         found=value,
-        wanted=shown(refused.default),
+        wanted="null, false or empty" if refused.default is None else shown(refused.default),
     )
 
 
@@ -111,7 +112,10 @@ def _is_empty(value: object) -> bool:
 
 
 def _same(value: object, default: object) -> bool:
-    return (_is_empty(value) and _is_empty(default)) or (type(value) is type(default) and value == default)
+    """Equal as JSON values, where 1 is not true, and all that is null, false or empty is the same."""
+    if _is_empty(value):
+        return _is_empty(default)
+    return isinstance(value, bool) == isinstance(default, bool) and value == default
 
 
 def _table(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,12 +140,12 @@ def _rank(name: str, value: object) -> int:
 
 
 def _alpha(name: str, value: object) -> float:
-    if type(value) not in (int, float) or not abs(value) <= _MAX_ALPHA:  # type: ignore[arg-type]
-        raise _malformed(name, value, "a finite number")
-    return float(value)  # type: ignore[arg-type]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _MAX_ALPHA:
+        raise _malformed(name, value, f"a number of at most {_MAX_ALPHA:g}")
+    return float(value)
 
 
-def _malformed(name: str, value: object, wanted: str) -> Exception:
+def _malformed(name: str, value: object, wanted: str) -> AdapterInvalid:
     what = "nothing" if value is None else value
     return invalid(
         f"{CONFIG_FILE} has {shown(what)} for {name}, wanted {wanted}",

@@ -80,5 +80,7 @@ REFUSED: Mapping[str, Refused] = MappingProxyType(
 
 # Values of init_lora_weights, in lower case, that leave the base model as it is.
 INIT_PLAIN = frozenset({"gaussian", "eva", "orthogonal", "mica"})
-INIT_REFUSED = Refused("this initialisation altered the base weights that the adapter was trained on", _ALTERED_BASE)
+INIT_REFUSED = Refused(
+    "this initialisation altered the base weights that the adapter was trained on", _ALTERED_BASE, default=True
+)
 INIT_FIELD = "init_lora_weights"

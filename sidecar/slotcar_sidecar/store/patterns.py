@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
+from slotcar_sidecar.core.errors import AdapterUnsupported
 from slotcar_sidecar.store.faults import CONFIG_FILE, invalid, shown, unsupported
 
 T = TypeVar("T")
@@ -24,8 +26,16 @@ _ATOM = r"[^\\^$*+?{}\[\]()|\s]|\\[.\-_dDwW]|\[\^?[A-Za-z0-9_.\-]+\]"
 _TOKEN = re.compile(rf"(?P<open>\((?:\?:)?)|(?P<close>\))|(?P<bar>\|)|(?P<anchor>[\^$])|(?:{_ATOM})(?P<many>[*+?]\??)?")
 
 
-def values_by_pattern(field: str, patterns: Mapping[str, T], default: T, modules: Sequence[str]) -> dict[str, T]:
-    """The value per module: of the first pattern k, in order, with re.match(rf"(.*\\.)?({k})$", module), or `default`.
+@dataclass(frozen=True, slots=True)
+class ByModule(Generic[T]):
+    """The value per module, and the patterns that gave none."""
+
+    values: Mapping[str, T]
+    unused: tuple[str, ...]
+
+
+def values_by_pattern(field: str, patterns: Mapping[str, T], default: T, modules: Sequence[str]) -> ByModule[T]:
+    """The value of the first pattern k, in order, with re.match(rf"(.*\\.)?({k})$", module), or `default`.
 
     Raises AdapterInvalid for what is no regular expression and AdapterUnsupported for one that could take too long,
     naming `field`. Source: peft.utils.other.get_pattern_key.
@@ -34,14 +44,17 @@ def values_by_pattern(field: str, patterns: Mapping[str, T], default: T, modules
     costs = [_cost(field, pattern, longest) + _COST_OF_CALL for pattern in patterns]
     if sum(costs) * len(modules) > _MAX_TOTAL_COST:
         raise _too_slow(field, f"{len(patterns)} patterns for {len(modules)} modules")
-    compiled = [(_compiled(field, pattern), value) for pattern, value in patterns.items()]
-
-    def value_of(module: str) -> T:
-        matches = (value for pattern, value in compiled if pattern.match(module))
-        # PEFT, when no pattern matches, still looks the module up by its name.
-        return next(matches, patterns.get(module, default))
-
-    return {module: value_of(module) for module in modules}
+    compiled = {pattern: _compiled(field, pattern) for pattern in patterns}
+    # PEFT, when no pattern matches, still looks the module up by its name.
+    first = {
+        module: next((pattern for pattern, matcher in compiled.items() if matcher.match(module)), module)
+        for module in modules
+    }
+    used = set(first.values())
+    return ByModule(
+        values={module: patterns.get(pattern, default) for module, pattern in first.items()},
+        unused=tuple(pattern for pattern in patterns if pattern not in used),
+    )
 
 
 def _compiled(field: str, pattern: str) -> re.Pattern[str]:
@@ -77,13 +90,13 @@ def _cost(field: str, pattern: str, longest: int) -> int:
             ways *= bars.pop() + 1
         elif token["many"]:
             loops, ways = (loops, 2 * ways) if token["many"][0] == "?" else (loops + 1, ways)
-    cost = ways * (bars[0] + 1) * (longest + 1) ** loops
+    cost: int = ways * (bars[0] + 1) * (longest + 1) ** loops
     if position < len(pattern) or len(pattern) > _MAX_LENGTH or cost > _MAX_COST:
         raise _too_slow(field, pattern)
     return cost
 
 
-def _too_slow(field: str, found: str) -> Exception:
+def _too_slow(field: str, found: str) -> AdapterUnsupported:
     return unsupported(
         f"{field} has {shown(found)}, which might take too long to match: name the modules instead",
         file=CONFIG_FILE,

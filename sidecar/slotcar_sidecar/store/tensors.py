@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, deserialize
@@ -39,12 +40,11 @@ def read_tensors(data: bytes, file: str) -> dict[str, RawTensor]:
     # The library lets the last of two equal keys win.
     parse_object(data[LENGTH_BYTES:end], file)
     try:
-        tensors = {
-            name: RawTensor(view["dtype"], tuple(view["shape"]), view["data"]) for name, view in deserialize(data)
-        }
+        views: list[tuple[str, dict[str, Any]]] = deserialize(data)  # type: ignore[no-untyped-call]
     except SafetensorError as error:
         text = shown(str(error))
         raise invalid(f"{file} is damaged: {text}", file=file, found=text, wanted="a safetensors file") from error
+    tensors = {name: RawTensor(view["dtype"], tuple(view["shape"]), view["data"]) for name, view in views}
     for name, tensor in tensors.items():
         _check_covers(name, tensor, file)
     return tensors

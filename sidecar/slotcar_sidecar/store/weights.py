@@ -83,7 +83,7 @@ def digest_of(ordered: Iterable[SiteWeights]) -> Digest:
     canonical = json.dumps(spec, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     sha = hashlib.sha256(f"{_DIGEST_VERSION}\n{canonical}\n".encode())
     for matrix in _matrices(sites):
-        sha.update(matrix.view(-1).view(torch.uint8).numpy())
+        sha.update(matrix.view(-1).view(torch.uint8).numpy().data)
     return Digest(f"sha256:{sha.hexdigest()}")
 
 

@@ -1,0 +1,82 @@
+"""Between torch tensors and the TensorRefs of a Forward; the only module of the protocol that needs torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from slotcar.v1 import engine_service_pb2, tensor_pb2
+from slotcar_kernels.buffers import buffer_from_tensor, tensor_from_buffer
+
+from slotcar_client.convert import DTYPE_NAMES, DTYPES
+from slotcar_client.errors import RequestInvalid, ShapeMismatch
+from slotcar_client.protocol import shared_inputs
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A Forward without its session and mapping; `sites` are in the order of its items."""
+
+    request: engine_service_pb2.ForwardRequest
+    sites: tuple[str, ...]
+    tensor_bytes: int
+    device: torch.device
+
+
+def to_request(
+    inputs: Mapping[str, torch.Tensor], row_counts: Sequence[int], base: Mapping[str, torch.Tensor] | None
+) -> Outgoing:
+    """A Forward of `inputs` {site: x [rows, in_features]}, adding to `base` {site: y [rows, out_features]} if given.
+
+    Sites whose x is the very same tensor object share its bytes. Raises RequestInvalid or ShapeMismatch.
+    """
+    if not inputs:
+        raise RequestInvalid("no site: give at least one", field="inputs", found="no site", wanted="at least one")
+    if base is not None and base.keys() != inputs.keys():
+        wanted = ", ".join(sorted(inputs))
+        raise RequestInvalid(
+            "base has other sites than the inputs", field="base", found=", ".join(sorted(base)), wanted=wanted
+        )
+    request = engine_service_pb2.ForwardRequest(row_counts=row_counts)
+    tensor_bytes = 0
+    order = shared_inputs(inputs.items())
+    for site, travels in order:
+        item = request.items.add(site=site, mode=engine_service_pb2.FORWARD_MODE_DELTA)
+        if travels:
+            tensor_bytes += _fill(item.x, f"x of {site}", inputs[site])
+        if base is not None:
+            item.mode = engine_service_pb2.FORWARD_MODE_ADD
+            tensor_bytes += _fill(item.base, f"base of {site}", base[site])
+    first = inputs[order[0][0]]
+    return Outgoing(request, tuple(site for site, _ in order), tensor_bytes, first.device)
+
+
+def to_outputs(outgoing: Outgoing, response: engine_service_pb2.ForwardResponse) -> dict[str, torch.Tensor]:
+    """{site: output [rows, out_features]} on the device of the inputs."""
+    return {site: _tensor(ref).to(outgoing.device) for site, ref in zip(outgoing.sites, response.outputs, strict=True)}
+
+
+def _fill(ref: tensor_pb2.TensorRef, field: str, tensor: torch.Tensor) -> int:
+    """Writes the tensor into `ref` and returns how many bytes it has."""
+    if tensor.dim() != 2:
+        raise ShapeMismatch(
+            f"{field} has {tensor.dim()} dimensions, wanted [rows, features]",
+            field=field,
+            found=list(tensor.shape),
+            wanted="[rows, features]",
+        )
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        wanted = " or ".join(DTYPES)
+        raise ShapeMismatch(f"{field} is {name}, wanted {wanted}", field=field, found=name, wanted=wanted)
+    dtype, ref.rows, ref.columns, data = buffer_from_tensor(tensor.detach().cpu())
+    ref.dtype = DTYPES[dtype]
+    ref.inline = data
+    return len(data)
+
+
+def _tensor(ref: tensor_pb2.TensorRef) -> torch.Tensor:
+    """A tensor of its own: one over the message's bytes must never be written."""
+    view = tensor_from_buffer(DTYPE_NAMES[ref.dtype], ref.rows, ref.columns, ref.row_stride or ref.columns, ref.inline)
+    return view.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,214 @@
+"""The `slotcar` command. Exit codes: 0 done, 1 refused by the server or failed, 2 wrong usage."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import slotcar_client
+from slotcar_client import Client, SlotcarError
+
+from slotcar_sidecar import console
+from slotcar_sidecar.config import ENVIRONMENT_PREFIX, Config, ConfigError, parse_size, unknown_variables
+
+Command = Callable[..., Any]
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="slotcar")
+def main() -> None:
+    """Own LoRA adapter slots beside an inference engine; never compute a row with another adapter's weights."""
+
+
+def _serve_options(command: Command) -> Command:
+    """One option per field of Config, with its variable; sizes take a unit."""
+    for item in reversed(dataclasses.fields(Config)):
+        metadata = item.metadata
+        repeatable = isinstance(item.default, tuple)
+        kind: Any = None
+        if item.type in ("int", "float") and not metadata.get("size"):
+            kind = int if item.type == "int" else float
+        elif "choices" in metadata:
+            kind = click.Choice(metadata["choices"])
+        command = click.option(
+            f"--{item.name.replace('_', '-')}",
+            item.name,
+            type=kind,
+            is_flag=item.type == "bool",
+            multiple=repeatable,
+            default=item.default,
+            show_default=item.default not in ((), None, False),
+            envvar=ENVIRONMENT_PREFIX + item.name.upper(),
+            show_envvar=True,
+            help=metadata["help"],
+        )(command)
+    return command
+
+
+@main.command()
+@_serve_options
+def serve(**settings: Any) -> None:
+    """Run the sidecar until SIGTERM."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        config = _make_config(settings)
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from error
+    for name in unknown_variables(list(os.environ)):
+        click.echo(f"warning: the variable {name} means nothing to slotcar", err=True)
+
+    from slotcar_sidecar import app  # tensor libraries take a second to import
+
+    app.announce(config)
+    try:
+        asyncio.run(app.run(config))
+    except app.StartError as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _make_config(settings: dict[str, Any]) -> Config:
+    values = dict(settings)
+    for item in dataclasses.fields(Config):
+        value = values[item.name]
+        if item.metadata.get("size"):
+            values[item.name] = parse_size(item.name, value)
+        elif "Path" in str(item.type) and value is not None:
+            values[item.name] = tuple(map(Path, value)) if isinstance(value, tuple) else Path(value)
+    return Config(**values)
+
+
+def _calls_server(command: Command) -> Command:
+    """Adds --target and --json, connects, and shows a refusal with its reason and facts."""
+
+    @click.option("--target", help="Address of the sidecar. [env var: SLOTCAR_TARGET]")
+    @click.option("--json", "as_json", is_flag=True, help="Print one JSON value.")
+    @functools.wraps(command)
+    def wrapper(target: str | None, as_json: bool, **arguments: Any) -> None:
+        try:
+            with slotcar_client.connect(target) as client:
+                command(client, console.Output(as_json), **arguments)
+        except SlotcarError as error:
+            console.Output(as_json).refusal(error)
+            sys.exit(1)
+
+    return wrapper
+
+
+def _source(text: str) -> str:
+    """The source as the server needs it: a path becomes absolute, a URI stays."""
+    return text if "://" in text else str(Path(text).absolute())
+
+
+@main.command()
+@click.argument("name")
+@click.argument("source", required=False)
+@click.option("--replace", is_flag=True, help="Move the name from other bytes to these.")
+@click.option("--keep", is_flag=True, help="Keep it resident.")
+@click.option("--digest", help="Refuse other bytes than these: sha256:…")
+@_calls_server
+def load(client: Client, out: console.Output, name: str, source: str | None, **options: Any) -> None:
+    """Make an adapter resident under NAME, from SOURCE: a folder or file:// URI under a root of the server.
+
+    Without SOURCE, an adapter that the server knows comes back from where it was loaded.
+    """
+    with out.working(f"loading {name}"):
+        report = client.load(name, _source(source) if source else None, **options)
+    out.load_report(report)
+
+
+@main.command()
+@click.argument("name")
+@click.option("--force", is_flag=True, help="Free the slot even if mappings pin it; they become stale at once.")
+@_calls_server
+def unload(client: Client, out: console.Output, name: str, force: bool) -> None:
+    """Take NAME away."""
+    out.unload_report(name, client.unload(name, force=force))
+
+
+@main.command()
+@click.argument("name")
+@_calls_server
+def keep(client: Client, out: console.Output, name: str) -> None:
+    """Keep NAME resident."""
+    out.adapter(client.keep(name))
+
+
+@main.command()
+@click.argument("name")
+@_calls_server
+def release(client: Client, out: console.Output, name: str) -> None:
+    """End the keep of NAME."""
+    out.adapter(client.release_keep(name))
+
+
+@main.command("list")
+@_calls_server
+def list_adapters(client: Client, out: console.Output) -> None:
+    """List the adapters and the slots."""
+    out.snapshot(client.snapshot())
+
+
+@main.command()
+@click.argument("name")
+@_calls_server
+def show(client: Client, out: console.Output, name: str) -> None:
+    """Show one adapter with its sites."""
+    out.adapter(client.get(name), sites=True)
+
+
+@main.command()
+@click.argument("source")
+@_calls_server
+def estimate(client: Client, out: console.Output, source: str) -> None:
+    """Say what a load of SOURCE would take, without loading it."""
+    with out.working(f"reading {source}"):
+        result = client.estimate(_source(source))
+    out.estimate(result)
+    if not result.fits:
+        sys.exit(1)
+
+
+@main.command()
+@click.option("--from", "folder", required=True, type=click.Path(exists=True, file_okay=False, path_type=Path))
+def spec(folder: Path) -> None:
+    """Print the ModelSpec of a Hugging Face folder as JSON, for `serve --model-spec`."""
+    from slotcar_sidecar import app
+
+    try:
+        model = app.read_model(Config(base_model=folder))
+    except app.StartError as error:
+        raise click.ClickException(str(error)) from error
+    assert model is not None
+    click.echo(json.dumps(model.to_dict(), indent=1))
+
+
+@main.command()
+@click.option("--target", help="Address of a sidecar to try. [env var: SLOTCAR_TARGET]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON value.")
+def doctor(target: str | None, as_json: bool) -> None:
+    """Say what this machine can do and what is missing."""
+    from slotcar_sidecar.doctor import examine
+
+    checks = examine(target)
+    console.Output(as_json).checks(checks)
+    if any(check.state == "missing" for check in checks):
+        sys.exit(1)
+
+
+@main.command()
+@click.option("--cache", type=click.Path(path_type=Path), help="Where the converted model is kept.")
+@click.option("--tiny", is_flag=True, help="Run on a tiny random model even if SmolLM2 is installed.")
+def demo(cache: Path | None, tiny: bool) -> None:
+    """Three adapters side by side on a real model, an eviction and a forced unload while others decode."""
+    from slotcar_sidecar.demo.story import run
+
+    sys.exit(run(cache, tiny=tiny))

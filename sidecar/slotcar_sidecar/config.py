@@ -1,0 +1,185 @@
+"""What a server is told at its start: one frozen object, validated at once, from flags or SLOTCAR_* variables.
+
+Each field of Config is a flag (`max_rank` is `--max-rank`) and a variable (`SLOTCAR_MAX_RANK`); its metadata has the
+help text that the command line and the documentation show.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from slotcar_sidecar.core.model import DTYPES
+
+ENVIRONMENT_PREFIX = "SLOTCAR_"
+MAX_SOCKET_PATH_BYTES = 107
+_SIZE = re.compile(r"(\d+)\s*(|B|KiB|MiB|GiB|TiB)", re.IGNORECASE)
+_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+
+
+class ConfigError(Exception):
+    """A setting that cannot be used; the message names it, what it is and what is wanted."""
+
+    def __init__(self, setting: str, found: object, wanted: str) -> None:
+        super().__init__(f"--{setting.replace('_', '-')} is {found}: wanted {wanted}")
+
+
+@dataclass(frozen=True, slots=True)
+class UnixAddress:
+    """A unix socket."""
+
+    path: Path
+
+    def __str__(self) -> str:
+        return f"unix://{self.path}"
+
+
+@dataclass(frozen=True, slots=True)
+class TcpAddress:
+    """A TCP port; port 0 asks for any free one."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"tcp://{self.authority}"
+
+    @property
+    def authority(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def is_loopback(self) -> bool:
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+
+Address = UnixAddress | TcpAddress
+
+
+def parse_address(setting: str, text: str) -> Address:
+    """unix:///path or tcp://host:port."""
+    wanted = "unix:///path or tcp://host:port"
+    try:
+        url = urlsplit(text)
+        if url.scheme == "unix" and not url.netloc and url.path.startswith("/"):
+            if len(os.fsencode(url.path)) > MAX_SOCKET_PATH_BYTES:
+                raise ConfigError(setting, text, f"a path of at most {MAX_SOCKET_PATH_BYTES} bytes")
+            return UnixAddress(Path(url.path))
+        if url.scheme == "tcp" and url.hostname and url.port is not None and not url.path:
+            return TcpAddress(url.hostname, url.port)
+    except ValueError:
+        pass
+    raise ConfigError(setting, text, wanted)
+
+
+def parse_size(setting: str, text: str | int) -> int:
+    """A number of bytes: 1048576, 512MiB, 4GiB."""
+    match = _SIZE.fullmatch(str(text).strip())
+    if match is None:
+        raise ConfigError(setting, text, "a size such as 512MiB or 4GiB")
+    return int(match[1]) * _UNITS[match[2].lower()]
+
+
+def _setting(default: Any, text: str, **metadata: Any) -> Any:
+    return field(default=default, metadata={"help": text, **metadata})
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Settings of `slotcar serve`."""
+
+    listen: tuple[str, ...] = _setting(
+        ("unix:///run/slotcar/slotcar.sock",), "Where to serve gRPC: unix:///path or tcp://host:port. Repeatable."
+    )
+    insecure: bool = _setting(False, "Allow TCP beyond loopback without TLS.")
+    metrics: str | None = _setting(None, "Where to serve /metrics over HTTP, as host:port. Not served without it.")
+    base_model: Path | None = _setting(
+        None, "Hugging Face folder of the base model; only shapes are read. Otherwise the first session's spec counts."
+    )
+    model_spec: Path | None = _setting(None, "JSON file with the base model's sites, as `slotcar spec` writes it.")
+    slots: int = _setting(8, "Number of adapter slots.")
+    max_rank: int = _setting(64, "Largest LoRA rank at any site.")
+    dtype: str = _setting("float32", "Element type of the slots.", choices=DTYPES)
+    device: str = _setting("auto", "Where the slots are; auto is the CPU.", choices=("auto", "cpu", "cuda"))
+    root: tuple[Path, ...] = _setting((), "Folder that adapters may be loaded from. Repeatable; none allows no load.")
+    host_bytes: int = _setting(4 << 30, "Size of the host tier: verified adapters in memory.", size=True)
+    device_bytes: int = _setting(64 << 30, "The most memory that all slots together may take.", size=True)
+    max_adapter_bytes: int = _setting(2 << 30, "Largest adapter file.", size=True)
+    max_message_bytes: int = _setting(64 << 20, "Largest request.", size=True)
+    max_rows: int = _setting(65536, "Most rows of one Forward.")
+    max_entries: int = _setting(65536, "Most entries of one mapping.")
+    max_sessions: int = _setting(256, "Most sessions at a time.")
+    max_mappings: int = _setting(64, "Most mappings of one session.")
+    compute_threads: int = _setting(1, "Forwards that run side by side, one thread each.")
+    load_threads: int = _setting(2, "Loads that read or write side by side, one thread each.")
+    heartbeat_seconds: float = _setting(10.0, "A session's stream carries a sign of life at least this often.")
+    shutdown_seconds: float = _setting(20.0, "After SIGTERM, serve at most this long before closing.")
+    log_format: str = _setting("human", "How log lines look.", choices=("human", "json"))
+
+    def __post_init__(self) -> None:
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            choices = item.metadata.get("choices")
+            if choices and value not in choices:
+                raise ConfigError(item.name, value, " or ".join(choices))
+            if item.type in ("int", "float") and not value > 0:
+                raise ConfigError(item.name, value, "more than 0")
+        if self.device == "cuda":
+            raise ConfigError("device", "cuda", "cpu: this version computes on the CPU only")
+        if self.base_model is not None and self.model_spec is not None:
+            raise ConfigError("model_spec", self.model_spec, "either --base-model or --model-spec")
+        self._check_addresses()
+        for root in self.root:
+            if not root.is_dir():
+                raise ConfigError("root", root, "a folder that exists")
+
+    def _check_addresses(self) -> None:
+        if not self.addresses:
+            raise ConfigError("listen", "empty", "at least one address")
+        for address in self.addresses:
+            if isinstance(address, TcpAddress) and not (address.is_loopback or self.insecure):
+                raise ConfigError("listen", address, "a loopback address, or --insecure")
+        if self.metrics is not None:
+            parse_address("metrics", f"tcp://{self.metrics}")
+
+    @property
+    def addresses(self) -> tuple[Address, ...]:
+        return tuple(parse_address("listen", text) for text in self.listen)
+
+    @property
+    def metrics_address(self) -> TcpAddress | None:
+        if self.metrics is None:
+            return None
+        address = parse_address("metrics", f"tcp://{self.metrics}")
+        assert isinstance(address, TcpAddress)
+        return address
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values, as the server prints them at its start."""
+        plain: dict[str, object] = {}
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, tuple):
+                value = [str(part) for part in value]
+            plain[item.name] = str(value) if isinstance(value, Path) else value
+        return plain
+
+
+def unknown_variables(names: list[str]) -> list[str]:
+    """The SLOTCAR_* variables among `names` that mean nothing, apart from those that Kubernetes makes for a Service."""
+    known = {ENVIRONMENT_PREFIX + item.name.upper() for item in dataclasses.fields(Config)} | {"SLOTCAR_TARGET"}
+    made_by_kubernetes = re.compile(r"SLOTCAR_(SERVICE_.*|PORT(_.*)?)")
+    return sorted(
+        name
+        for name in names
+        if name.startswith(ENVIRONMENT_PREFIX) and name not in known and not made_by_kubernetes.fullmatch(name)
+    )

@@ -1,0 +1,122 @@
+"""All Prometheus metrics of slotcar: their names, help and units, and where their values come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import prometheus_client
+from prometheus_client.core import CollectorRegistry, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from slotcar_sidecar.core.events import Event, EventKind
+from slotcar_sidecar.core.layout import Layout, SlotState
+
+_FORWARD_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+_LOAD_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What the gauges show."""
+
+    layout: Layout
+    adapters: int
+    kept: int
+    pins: int
+    sessions: int
+    host_bytes: int
+    host_capacity_bytes: int
+
+
+class Metrics:
+    """Counts what happens (core.ports.Observer) and shows what is (a Snapshot per scrape)."""
+
+    def __init__(self) -> None:
+        prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = CollectorRegistry()
+        registry = self.registry
+        self._build = prometheus_client.Info("slotcar_build", "Version and set-up of this server.", registry=registry)
+        self._rpcs = prometheus_client.Counter(
+            "slotcar_rpcs", "Calls that ended, by method and by OK or error reason.", ["method", "reason"],
+            registry=registry,
+        )  # fmt: skip
+        self._events = prometheus_client.Counter(
+            "slotcar_events", "Things that happened to adapters, slots and sessions.", ["kind"], registry=registry
+        )
+        self._forwards = prometheus_client.Counter(
+            "slotcar_forwards", "Forwards that ended, by data plane and by OK or error reason.", ["plane", "reason"],
+            registry=registry,
+        )  # fmt: skip
+        self._rows = prometheus_client.Counter(
+            "slotcar_forward_rows", "Rows of Forwards that were computed.", ["plane"], registry=registry
+        )
+        self._forward_seconds = prometheus_client.Histogram(
+            "slotcar_forward_seconds", "Time of a Forward in the server.", ["plane"],
+            buckets=_FORWARD_BUCKETS, registry=registry,
+        )  # fmt: skip
+        self._load_seconds = prometheus_client.Histogram(
+            "slotcar_load_stage_seconds", "Time of a load by stage: read, wait for readers of the slot, fill.",
+            ["stage"], buckets=_LOAD_BUCKETS, registry=registry,
+        )  # fmt: skip
+        self._host_lookups = prometheus_client.Counter(
+            "slotcar_host_lookups", "Loads that looked for their bytes in the host tier.", ["result"],
+            registry=registry,
+        )  # fmt: skip
+        for kind in EventKind:
+            self._events.labels(kind.value)
+        for result in ("hit", "miss"):
+            self._host_lookups.labels(result)
+
+    def watch(self, snapshot: Callable[[], Snapshot]) -> None:
+        """Shows what `snapshot` returns, from now on."""
+        self.registry.register(_Gauges(snapshot))
+
+    def build(self, **facts: str) -> None:
+        self._build.info(facts)
+
+    def rpc(self, method: str, reason: str) -> None:
+        self._rpcs.labels(method, reason).inc()
+
+    def event(self, event: Event) -> None:
+        self._events.labels(event.kind.value).inc()
+
+    def load_stage(self, stage: str, seconds: float) -> None:
+        self._load_seconds.labels(stage).observe(seconds)
+
+    def host_lookup(self, *, hit: bool) -> None:
+        self._host_lookups.labels("hit" if hit else "miss").inc()
+
+    def forward(self, plane: str, rows: int, seconds: float, reason: str) -> None:
+        self._forwards.labels(plane, reason).inc()
+        self._forward_seconds.labels(plane).observe(seconds)
+        if reason == "OK":
+            self._rows.labels(plane).inc(rows)
+
+
+class _Gauges(Collector):
+    """Reads published values, so that a scrape never waits for the owner and never sees half a change."""
+
+    def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
+        self._snapshot = snapshot
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        now = self._snapshot()
+        slots = GaugeMetricFamily("slotcar_slots", "Slots by state.", labels=["state"])
+        for state in SlotState:
+            slots.add_metric([state.value], len(now.layout.in_state(state)))
+        yield slots
+        used = GaugeMetricFamily("slotcar_tier_used_bytes", "Bytes of adapters in a tier.", labels=["tier"])
+        used.add_metric(["host"], now.host_bytes)
+        yield used
+        capacity = GaugeMetricFamily("slotcar_tier_capacity_bytes", "Bytes that a tier may hold.", labels=["tier"])
+        capacity.add_metric(["host"], now.host_capacity_bytes)
+        yield capacity
+        for name, text, value in (
+            ("slotcar_layout_generation", "Generation of the current layout.", now.layout.generation),
+            ("slotcar_adapters", "Names that have an adapter.", now.adapters),
+            ("slotcar_adapters_kept", "Names that an operator keeps resident.", now.kept),
+            ("slotcar_pins", "Pairs of a mapping and a slot that it pins.", now.pins),
+            ("slotcar_sessions", "Live sessions, attached or in their grace.", now.sessions),
+        ):
+            yield GaugeMetricFamily(name, text, value=value)

@@ -1,0 +1,49 @@
+"""Writes the table of flags in docs/operations.md from the settings themselves: `make docs`."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from slotcar_sidecar.config import ENVIRONMENT_PREFIX, Config
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
+START, END = "<!-- flags -->\n", "<!-- end of flags -->\n"
+_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1))
+
+
+def table() -> str:
+    """One row per setting: its flag, its variable, its default and what it is."""
+    lines = ["| flag | variable | default | |", "|---|---|---|---|"]
+    for item in dataclasses.fields(Config):
+        flag, variable = f"--{item.name.replace('_', '-')}", f"{ENVIRONMENT_PREFIX}{item.name.upper()}"
+        text = item.metadata["help"]
+        if choices := item.metadata.get("choices"):
+            text += f" One of {', '.join(choices)}."
+        lines.append(f"| `{flag}` | `{variable}` | {_shown(item)} | {text} |")
+    return "\n".join(lines) + "\n"
+
+
+def page_with_table(text: str) -> str:
+    """The page with a fresh table between its two marks."""
+    before, _, rest = text.partition(START)
+    _, _, after = rest.partition(END)
+    return f"{before}{START}\n{table()}\n{END}{after}"
+
+
+def _shown(item: dataclasses.Field[object]) -> str:
+    value = item.default
+    if value is None or value == ():
+        return ""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, tuple):
+        return " ".join(f"`{part}`" for part in value)
+    if isinstance(value, int) and item.metadata.get("size"):
+        name, unit = next((name, unit) for name, unit in _UNITS if value % unit == 0)
+        return f"`{value // unit}{name}`"
+    return f"`{value}`"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page_with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
