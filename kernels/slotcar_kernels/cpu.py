@@ -16,6 +16,7 @@ from slotcar_kernels.sites import SiteSlots
 
 __all__ = ["lora_forward"]
 
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _ALIGNMENT_BYTES = 64
 _BLOCK_ROWS = 64  # bounds scratch to what the L2 cache holds
 
@@ -55,6 +56,8 @@ def lora_forward(
 
 def _grouped_input(plan: Plan, x: Tensor) -> Tensor:
     """x by positions, float32, aligned, so that BLAS sums in the same order at every call; BASE rows may be missing."""
+    if not plan.segments:
+        return x
     if plan.order is not None:
         x = x.index_select(0, plan.order[: plan.adapter_rows])
     x = x.to(torch.float32)
@@ -98,6 +101,8 @@ def _is_plain(tensor: Tensor) -> bool:
 def _check(
     plan: Plan, x: Tensor, sites: Sequence[SiteSlots], outs: Sequence[Tensor], bases: Sequence[Tensor | None]
 ) -> None:
+    if x.dtype not in _DTYPES:
+        raise ValueError(f"x is {x.dtype}, wanted one of {_DTYPES}")
     if not len(sites) == len(outs) == len(bases):
         raise ValueError(f"{len(sites)} sites, {len(outs)} outs and {len(bases)} bases")
     for site, out, base in zip(sites, outs, bases, strict=True):

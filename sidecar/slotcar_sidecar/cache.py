@@ -343,6 +343,7 @@ class AdapterCache:
         clock = self._environment.clock
         start = clock()
         mapping = self.sessions.get(call.session).mapping(call.mapping_id)
+        mapping.check_generation(call.generation)
         rows = mapping.rows(call.row_counts)
         count = sum(call.row_counts)
         if count > self._limits.max_rows:
@@ -351,12 +352,12 @@ class AdapterCache:
             raise ModelUnknown
         check_items(call.items, count, self.model)
         with self._marks.reading(mapping.slots):
-            mapping.check_current(self.layout, call.generation)
+            mapping.check_current(self.layout)
             self.residency.touch(mapping.slots)
             batch = self.device.prepare(rows, call.items)
             prepared = clock()
             outputs = await self._run(self._environment.compute_pool, self.device.execute, batch)
-            mapping.check_current(self.layout, call.generation)
+            mapping.check_current(self.layout)
         return Computed(outputs, mapping.digests, self.layout, prepared - start, clock() - prepared)
 
     # Shared

@@ -118,7 +118,7 @@ _PLACES = [
     "proxy.go" + "lang.org",
     "download." + "pytorch.org",
     "/wo" + "rk/",
-    "/ro" + "ot/",
+    "/ro" + "ot/.",
     "/opt/" + "wheels",
     "/opt/" + "pypi",
 ]

@@ -1,7 +1,7 @@
 """Forward over one long-lived ForwardStream.
 
-Invariant: a stream has no unread answer between two calls. A call that ends in any other way than with its answer
-drops the stream, so that no later call can read an answer that is not its own.
+Invariant: a living stream has no unread answer between two calls. A call that ends in any other way than with its
+answer cancels the stream, so that no later call can read an answer that is not its own.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ class StreamTransport:
         self._watchdog = Watchdog(rpc.timeout_seconds)
 
     def forward(self, request: engine_service_pb2.ForwardRequest) -> engine_service_pb2.ForwardResponse:
+        if self._open is None or not self._open.alive:
+            self._open = _OpenStream(self._rpc)
         stream = self._open
-        if stream is None or not stream.alive:
-            stream = _OpenStream(self._rpc)
-        self._open = None
         with self._watchdog.watch(stream.cancel) as watch:
             try:
                 response = stream.ask(request)
@@ -44,7 +43,6 @@ class StreamTransport:
             except BaseException:
                 stream.cancel()
                 raise
-        self._open = stream
         kind = response.WhichOneof("result")
         if kind == "forward":
             return response.forward

@@ -37,11 +37,8 @@ class Mapping:
         """One digest per entry, empty for the base model, as Forward reports them."""
         return tuple(str(entry.digest) if entry else "" for entry in self.entries)
 
-    def check_current(self, layout: Layout, generation: int) -> None:
-        """Raises LayoutStale, listing the entries at fault, unless the mapping may be computed at `layout`.
-
-        `generation` is the one that the caller believes the mapping to have.
-        """
+    def check_generation(self, generation: int) -> None:
+        """Raises LayoutStale unless the caller believes the mapping to have the generation that it has."""
         if generation != self.generation:
             raise LayoutStale(
                 f"mapping {self.mapping_id} has generation {self.generation}, the call says {generation}",
@@ -49,6 +46,9 @@ class Mapping:
                 found=generation,
                 wanted=self.generation,
             )
+
+    def check_current(self, layout: Layout) -> None:
+        """Raises LayoutStale, listing the entries at fault, unless the mapping may be computed at `layout`."""
         stale = [
             entry
             for entry in self.entries

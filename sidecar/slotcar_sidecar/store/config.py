@@ -45,7 +45,7 @@ def parse_config(data: bytes) -> LoraConfig:
     """Raises AdapterInvalid or AdapterUnsupported, naming the field."""
     fields = parse_object(data, CONFIG_FILE)
     _check_type(fields)
-    ignored = sorted(name for name, value in fields.items() if _is_ignored(name, value))
+    ignored = sorted(shown(name) for name, value in fields.items() if _is_ignored(name, value))
     targets = fields.get("target_modules")
     return LoraConfig(
         r=_rank("r", fields.get("r")),
@@ -53,7 +53,9 @@ def parse_config(data: bytes) -> LoraConfig:
         use_rslora=_flag("use_rslora", fields.get("use_rslora")),
         rank_pattern={key: _rank("rank_pattern", value) for key, value in _table("rank_pattern", fields).items()},
         alpha_pattern={key: _alpha("alpha_pattern", value) for key, value in _table("alpha_pattern", fields).items()},
-        target_modules=frozenset(map(str, targets)) if isinstance(targets, list) else None,
+        target_modules=frozenset(name for name in targets if isinstance(name, str))
+        if isinstance(targets, list)
+        else None,
         fields_ignored=tuple(ignored),
     )
 

@@ -14,7 +14,7 @@ _MAX_SHOWN = 200
 def shown(value: object) -> str:
     """`value` as one printable line of at most 200 characters; a value that JSON has is written as in JSON."""
     if isinstance(value, str):
-        text = value if value.isprintable() else repr(value)
+        text = value if value and value.isprintable() else repr(value)
     else:
         try:
             text = json.dumps(value, default=str, ensure_ascii=True)

@@ -62,7 +62,7 @@ def _compiled(field: str, pattern: str) -> re.Pattern[str]:
         return re.compile(rf"(.*\.)?({pattern})$")
     except (re.error, RecursionError, OverflowError) as error:
         raise invalid(
-            f"{field} has the pattern {shown(pattern)}, which is no regular expression: {error}",
+            f"{field} has the pattern {shown(pattern)}, which is no regular expression: {shown(str(error))}",
             file=CONFIG_FILE,
             field=field,
             found=pattern,

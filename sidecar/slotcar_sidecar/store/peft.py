@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import torch
-
 from slotcar_sidecar.core.adapter import SiteLora
 from slotcar_sidecar.store.config import LoraConfig, parse_config
 from slotcar_sidecar.store.faults import CONFIG_FILE, WEIGHTS_FILE, invalid, shown
@@ -59,9 +57,8 @@ def _check_rank(site: str, pair: Pair, wanted: int) -> None:
 
 
 def _site_weights(site: str, pair: Pair, scale: float) -> SiteWeights:
-    a, b = pair.a.to_torch(), pair.b.to_torch()
-    for key, matrix in ((pair.key_a, a), (pair.key_b, b)):
-        if not bool(torch.isfinite(matrix).all()):
+    for key, tensor in ((pair.key_a, pair.a), (pair.key_b, pair.b)):
+        if not tensor.is_finite():
             raise invalid(
                 f"{shown(key)} has values that are not finite",
                 file=WEIGHTS_FILE,
@@ -69,6 +66,7 @@ def _site_weights(site: str, pair: Pair, scale: float) -> SiteWeights:
                 found="NaN or Inf",
                 wanted="finite values",
             )
+    a, b = pair.a.to_torch(), pair.b.to_torch()
     return SiteWeights(SiteLora(site, pair.rank, scale, a.shape[1], b.shape[0]), a, b)
 
 

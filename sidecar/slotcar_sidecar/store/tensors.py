@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, deserialize
 
@@ -16,8 +17,22 @@ from slotcar_sidecar.store.strict_json import parse_object
 
 MAX_HEADER_BYTES = 8 << 20
 LENGTH_BYTES = 8
-FLOATS: Mapping[str, torch.dtype] = MappingProxyType(
-    {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class Float(NamedTuple):
+    """A floating-point type: its bits as an integer type, and those that are all set in NaN and Inf alone."""
+
+    torch: torch.dtype
+    bits: type[np.unsignedinteger[Any]]
+    exponent: int
+
+
+FLOATS: Mapping[str, Float] = MappingProxyType(
+    {
+        "F32": Float(torch.float32, np.uint32, 0x7F800000),
+        "F16": Float(torch.float16, np.uint16, 0x7C00),
+        "BF16": Float(torch.bfloat16, np.uint16, 0x7F80),
+    }
 )
 
 
@@ -31,7 +46,16 @@ class RawTensor:
 
     def to_torch(self) -> torch.Tensor:
         """The tensor over the same memory; `dtype` must be in FLOATS, and the shape not empty."""
-        return torch.frombuffer(self.data, dtype=FLOATS[self.dtype]).reshape(self.shape)
+        return torch.frombuffer(self.data, dtype=FLOATS[self.dtype].torch).reshape(self.shape)
+
+    def is_finite(self) -> bool:
+        """Whether no element is NaN or Inf; `dtype` must be in FLOATS.
+
+        On this thread alone: torch would take cores from the Forwards that run beside a load.
+        """
+        kind = FLOATS[self.dtype]
+        bits = np.frombuffer(self.data, dtype=kind.bits)
+        return not bool(((bits & kind.exponent) == kind.exponent).any())
 
 
 def read_tensors(data: bytes, file: str) -> dict[str, RawTensor]:
@@ -67,8 +91,8 @@ def header_bytes(start: bytes, file_bytes: int, file: str) -> int:
 
 def _check_covers(name: str, tensor: RawTensor, file: str) -> None:
     """Guards `to_torch` against a library that would let through what the format forbids."""
-    size = {"F32": 4, "F16": 2, "BF16": 2}.get(tensor.dtype)
-    if size is not None and math.prod(tensor.shape) * size != len(tensor.data):
+    kind = FLOATS.get(tensor.dtype)
+    if kind is not None and math.prod(tensor.shape) * kind.torch.itemsize != len(tensor.data):
         raise invalid(
             f"{shown(name)} has {len(tensor.data)} bytes for the shape {list(tensor.shape)}",
             file=file,

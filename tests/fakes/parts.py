@@ -1,0 +1,226 @@
+"""Stand-ins for the parts around the cache whose every step is taken by the test: no threads, no clock, no files."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from slotcar_sidecar.cache import AdapterCache
+from slotcar_sidecar.core.adapter import Adapter, SiteLora
+from slotcar_sidecar.core.errors import SourceUnavailable
+from slotcar_sidecar.core.events import Event, EventLog
+from slotcar_sidecar.core.forward import ForwardItem
+from slotcar_sidecar.core.ids import Digest, Epoch, SlotId
+from slotcar_sidecar.core.layout import Layout
+from slotcar_sidecar.core.model import ModelSpec, Site
+from slotcar_sidecar.core.ports import Environment, Limits
+from slotcar_sidecar.core.residency import Residency
+from slotcar_sidecar.core.session import Sessions
+from slotcar_sidecar.core.tensor import Matrix
+from slotcar_sidecar.store.host import HostTierLru
+from slotcar_sidecar.store.tiers import SourceAndHost
+
+SITE = "layer.proj"
+MODEL = ModelSpec((Site(SITE, 1, 1),))
+TORN = "bytes that are being written"
+
+
+def digest_of(content: str) -> Digest:
+    """The digest of an adapter whose weights are the text `content`."""
+    return Digest("sha256:" + hashlib.sha256(content.encode()).hexdigest())
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Implements core.ports.HostAdapter: its bytes are its digest."""
+
+    adapter: Adapter
+
+
+def weights_of(content: str, *, size_bytes: int = 1, source: str = "/root/x", rank: int = 1) -> Weights:
+    part = SiteLora(SITE, rank, 1.0, 1, 1)
+    return Weights(Adapter(digest_of(content), (part,), size_bytes, "F32", source))
+
+
+class Clock:
+    """Time that moves only when told."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class StepExecutor(Executor):
+    """Holds every job until the test runs it; `when_submitted` sees it as soon as a thread could begin it."""
+
+    def __init__(self, when_submitted: Callable[[Callable[..., Any], tuple[Any, ...]], None] | None = None) -> None:
+        self.jobs: deque[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = deque()
+        self._when_submitted = when_submitted
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        if self._when_submitted:
+            self._when_submitted(fn, args)
+        self.jobs.append((future, fn, args))
+        return future
+
+    def run_one(self, index: int = 0) -> None:
+        self.jobs.rotate(-index)
+        future, fn, args = self.jobs.popleft()
+        self.jobs.rotate(index)
+        try:
+            result = fn(*args)
+        except BaseException as error:  # noqa: BLE001 - a future carries any error
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+
+class InlineExecutor(Executor):
+    """Runs every job at once."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except BaseException as error:  # noqa: BLE001 - a future carries any error
+            future.set_exception(error)
+        return future
+
+
+@dataclass
+class FakeSource:
+    """Folders with their contents; a test changes `contents` as a user would change files."""
+
+    contents: dict[str, str] = field(default_factory=dict)
+    reads: list[str] = field(default_factory=list)
+
+    def canonical(self, uri: str) -> str:
+        return uri
+
+    def version(self, uri: str) -> Hashable:
+        return self.contents.get(uri)
+
+    def read(self, uri: str) -> Weights:
+        self.reads.append(uri)
+        if uri not in self.contents:
+            raise SourceUnavailable(f"nothing at {uri}", source=uri)
+        return weights_of(self.contents[uri], source=uri)
+
+
+@dataclass(frozen=True)
+class FakeBatch:
+    """What a kernel would read: per entry the slot, and the slot's bytes when the batch was prepared."""
+
+    rows: tuple[tuple[SlotId | None, int], ...]
+    at_start: tuple[str | None, ...]
+
+
+class FakeDevice:
+    """Slots whose bytes are the digest that they hold; a Forward returns, per entry, what it read.
+
+    A kernel reads from `prepare` until `execute` returns, and a fill writes from its submission on: bytes that change
+    in between come out as TORN.
+    """
+
+    slot_dtype = "float32"
+    max_rank = 16
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.bytes: list[str] = [""] * slots
+        self.fail_fill: Exception | None = None
+
+    def shape(self, model: ModelSpec) -> None:
+        pass
+
+    def slot_bytes(self) -> int:
+        return 1
+
+    def begin_write(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        if fn == self.fill:
+            self.bytes[args[0]] = TORN
+
+    def fill(self, slot: SlotId, weights: Weights) -> None:
+        if self.fail_fill is not None:
+            raise self.fail_fill
+        self.bytes[slot] = str(weights.adapter.digest)
+
+    def prepare(self, entries: Sequence[tuple[SlotId | None, int]], items: Sequence[ForwardItem]) -> FakeBatch:
+        return FakeBatch(tuple(entries), tuple(self._read(slot) for slot, _ in entries))
+
+    def execute(self, batch: FakeBatch) -> list[Matrix]:
+        read = []
+        for (slot, _), before in zip(batch.rows, batch.at_start, strict=True):
+            read.append(before or "" if before == self._read(slot) else TORN)
+        return [Matrix("float32", len(read), 1, 1, "\n".join(read).encode())]
+
+    def matches(self, slot: SlotId, weights: Weights) -> bool:
+        return self.bytes[slot] == str(weights.adapter.digest)
+
+    def _read(self, slot: SlotId | None) -> str | None:
+        return None if slot is None else self.bytes[slot]
+
+
+class SilentObserver:
+    """Counts nothing."""
+
+    def load_stage(self, stage: str, seconds: float) -> None: ...
+
+    def host_lookup(self, *, hit: bool) -> None: ...
+
+    def forward(self, plane: str, rows: int, seconds: float, reason: str) -> None: ...
+
+
+@dataclass
+class Bench:
+    """A cache over fakes, on an event loop that moves only in `settle`."""
+
+    cache: AdapterCache
+    source: FakeSource
+    device: FakeDevice
+    clock: Clock
+    load_pool: StepExecutor
+    compute_pool: StepExecutor
+    seen: list[Event]
+
+
+def make_bench(slots: int, *, host_bytes: int = 1 << 20, model: ModelSpec | None = MODEL) -> Bench:
+    """A new epoch. Jobs wait in `load_pool` and `compute_pool`; reads of sources run at once."""
+    clock, device, source = Clock(), FakeDevice(slots), FakeSource()
+    load_pool, compute_pool = StepExecutor(device.begin_write), StepExecutor()
+    host = HostTierLru(host_bytes)
+    numbers = iter(range(1, 1 << 30))
+    seen: list[Event] = []
+    events = EventLog(clock)
+    events.listeners.append(seen.append)
+    observer = SilentObserver()
+    cache = AdapterCache(
+        Residency(Layout.empty(Epoch("epoch"), slots), events, host.drop),
+        Sessions(max_sessions=64, max_mappings=8),
+        SourceAndHost(source, host, InlineExecutor(), observer, clock),
+        device,
+        Environment(load_pool, compute_pool, clock, lambda: f"id{next(numbers)}", observer),
+        Limits(device_bytes=1 << 40, max_entries=64, max_rows=1 << 20),
+    )
+    if model is not None:
+        cache.adopt_model(model)
+    return Bench(cache, source, device, clock, load_pool, compute_pool, seen)
+
+
+async def settle() -> None:
+    """Lets everything run that can run without a job being finished."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def vector(rows: int) -> Matrix:
+    """An input for SITE."""
+    return Matrix("float32", rows, 1, 1, bytes(4 * rows))

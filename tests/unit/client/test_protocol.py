@@ -1,0 +1,139 @@
+"""The protocol's pure half: what goes out, and that no answer is believed that is not one to the question."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from slotcar.v1 import engine_service_pb2, layout_pb2, tensor_pb2
+from slotcar_client import BASE, AuditFailed, CapacityExceeded, LayoutVersion, Mapping, RequestInvalid, protocol
+from slotcar_client.entries import parse_entries
+
+A, B = "sha256:" + "a" * 64, "sha256:" + "b" * 64
+VERSION = layout_pb2.LayoutVersion(epoch="e1", generation=9)
+
+
+def set_answer(*digests: str, generation: int = 7) -> engine_service_pb2.SetMappingResponse:
+    entries = [engine_service_pb2.ResolvedEntry(digest=digest) for digest in digests]
+    return engine_service_pb2.SetMappingResponse(generation=generation, entries=entries, layout=VERSION)
+
+
+def mapping(*entries: Any, digests: tuple[str, ...]) -> Mapping:
+    return protocol.read_mapping(1, parse_entries(entries), set_answer(*digests))
+
+
+def test_open_request_carries_the_grace() -> None:
+    request = protocol.open_request("engine", "s1", None, 1.5)
+    assert (request.client_name, request.resume_session) == ("engine", "s1")
+    assert request.grace.ToMilliseconds() == 1500
+    assert not request.HasField("model_spec")
+    for seconds in (-1, 3601, float("nan")):
+        with pytest.raises(RequestInvalid):
+            protocol.open_request("engine", "", None, seconds)
+
+
+def test_mapping_request_has_a_target_per_entry() -> None:
+    request = protocol.mapping_request("s1", 3, ("sql", BASE))
+    assert [entry.WhichOneof("target") for entry in request.entries] == ["ref", "base"]
+    assert request.entries[1].base
+    assert (request.session, request.mapping_id, request.entries[0].ref) == ("s1", 3, "sql")
+
+
+def test_a_mapping_has_digests_by_what_the_caller_wrote() -> None:
+    found = mapping(("sql", 2), (BASE, 1), (f"chat@{B}", 4), digests=(A, "", B))
+    assert found.entries == (f"sql@{A}", BASE, f"chat@{B}")
+    assert found.digests == {"sql": A, f"chat@{B}": B}
+    assert found.entry_digests == (A, "", B)
+    assert found.row_counts == (2, 1, 4)
+    assert found.version == LayoutVersion("e1", 7)
+    assert hash(found) == hash(mapping(("sql", 2), (BASE, 1), (f"chat@{B}", 4), digests=(A, "", B)))
+
+
+@pytest.mark.parametrize(
+    ("entries", "digests"),
+    [
+        (("sql", "sql"), (A,)),
+        (("sql",), (A, A)),
+        (("sql",), ("",)),
+        ((BASE,), (A,)),
+        ((f"sql@{B}",), (A,)),
+    ],
+)
+def test_an_answer_for_other_entries_is_not_a_mapping(entries: Any, digests: tuple[str, ...]) -> None:
+    with pytest.raises(AuditFailed):
+        mapping(*entries, digests=digests)
+
+
+def test_a_remap_has_the_same_digests_at_a_new_generation() -> None:
+    old = mapping(("sql", 2), (BASE, 1), digests=(A, ""))
+    again = protocol.remapped(old, set_answer(A, "", generation=12))
+    assert (again.entries, again.digests, again.row_counts) == (old.entries, old.digests, old.row_counts)
+    assert again.generation == 12
+    with pytest.raises(AuditFailed):
+        protocol.remapped(old, set_answer(B, "", generation=12))
+
+
+def forward_pair() -> tuple[engine_service_pb2.ForwardRequest, engine_service_pb2.ForwardResponse]:
+    ref = tensor_pb2.TensorRef(dtype=tensor_pb2.DTYPE_FLOAT32, rows=3, columns=4)
+    item = engine_service_pb2.ForwardItem(site="q", x=ref)
+    return (
+        engine_service_pb2.ForwardRequest(items=[item]),
+        engine_service_pb2.ForwardResponse(layout=VERSION, digests=[A, ""], outputs=[ref]),
+    )
+
+
+def test_an_answer_with_the_mappings_digests_passes() -> None:
+    request, response = forward_pair()
+    protocol.check_forward(mapping(("sql", 2), (BASE, 1), digests=(A, "")), request, response)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda r: r.digests.__setitem__(0, B),
+        lambda r: r.digests.__setitem__(1, A),
+        lambda r: r.digests.pop(),
+        lambda r: r.digests.append(""),
+        lambda r: setattr(r.layout, "epoch", "e2"),
+        lambda r: r.ClearField("outputs"),
+        lambda r: setattr(r.outputs[0], "rows", 2),
+        lambda r: setattr(r.outputs[0], "dtype", tensor_pb2.DTYPE_BFLOAT16),
+    ],
+)
+def test_an_answer_that_was_computed_with_anything_else_is_thrown_away(spoil: Any) -> None:
+    request, response = forward_pair()
+    spoil(response)
+    with pytest.raises(AuditFailed):
+        protocol.check_forward(mapping(("sql", 2), (BASE, 1), digests=(A, "")), request, response)
+
+
+def test_sites_of_one_tensor_stand_side_by_side() -> None:
+    x, y = object(), object()
+    assert protocol.shared_inputs([("q", x), ("o", y), ("k", x), ("v", x)]) == [
+        ("q", True),
+        ("k", False),
+        ("v", False),
+        ("o", True),
+    ]
+
+
+def test_equal_tensors_are_not_one_tensor() -> None:
+    assert protocol.shared_inputs([("q", [1]), ("k", [1])]) == [("q", True), ("k", True)]
+
+
+def test_row_counts_are_never_inferred() -> None:
+    with_counts, without = mapping(("sql", 2), digests=(A,)), mapping("sql", digests=(A,))
+    assert protocol.counts_for(with_counts, None) == (2,)
+    assert protocol.counts_for(with_counts, [5]) == (5,)
+    with pytest.raises(RequestInvalid):
+        protocol.counts_for(without, None)
+
+
+def test_a_request_that_the_server_would_refuse_is_not_sent() -> None:
+    request, _ = forward_pair()
+    protocol.check_size(request, 10_000, 0)
+    protocol.check_size(request, 10_000, 20_000)
+    with pytest.raises(CapacityExceeded) as caught:
+        protocol.check_size(request, 10_000, 10_000)
+    assert caught.value.metadata["wanted"] == "10000"
+    assert int(caught.value.metadata["found"]) >= request.ByteSize() + 10_000
