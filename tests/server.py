@@ -38,7 +38,7 @@ class SidecarProcess:
 
     def command(self) -> list[str]:
         return [
-            *(sys.executable, "-c", "from slotcar_sidecar.cli import main; main()", "serve"),
+            *(sys.executable, "-m", "slotcar_sidecar", "serve"),
             *("--listen", self.target, "--root", str(self.root)),
             *("--slots", str(self.slots), "--max-rank", str(self.max_rank)),
             *("--heartbeat-seconds", "0.2", "--shutdown-seconds", "5"),

@@ -158,7 +158,7 @@ class AdapterCache:
     async def _place(self, call: LoadCall, weights: HostAdapter) -> Loaded:
         adapter, name = weights.adapter, call.ref.name
         if self.model is not None:
-            adapter.check_fits(self.model, self.device.max_rank)
+            await self._check_fits(weights, self.model)
         self.residency.check_name(name, adapter.digest, call.on_conflict, keep=call.keep)
         claim = object()
         self.residency.claim(adapter.digest, claim)
@@ -172,6 +172,11 @@ class AdapterCache:
         finally:
             self.residency.unclaim(adapter.digest, claim)
             self._publish()
+
+    async def _check_fits(self, weights: HostAdapter, model: ModelSpec) -> None:
+        """Raises AdapterInvalid unless the whole adapter can be computed; nothing is evicted before."""
+        weights.adapter.check_fits(model, self.device.max_rank)
+        await self._run(self._environment.load_pool, self.device.check, weights)
 
     async def _make_resident(self, weights: HostAdapter, name: AdapterName) -> bool:
         """Fills a slot unless one has the digest; says whether one had. Calls for one digest share a fill."""
@@ -211,7 +216,7 @@ class AdapterCache:
         try:
             if self.model is None:
                 raise ModelUnknown
-            adapter.check_fits(self.model, self.device.max_rank)
+            await self._check_fits(weights, self.model)
             if adapter.bytes > self.tiers.host.capacity_bytes:
                 raise CapacityExceeded(
                     "the adapter is larger than the host tier",

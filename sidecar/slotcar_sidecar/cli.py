@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 import slotcar_client
+from rich.console import Console
 from slotcar_client import Client, SlotcarError
 
 from slotcar_sidecar import console
@@ -209,6 +210,10 @@ def doctor(target: str | None, as_json: bool) -> None:
 @click.option("--tiny", is_flag=True, help="Run on a tiny random model even if SmolLM2 is installed.")
 def demo(cache: Path | None, tiny: bool) -> None:
     """Three adapters side by side on a real model, an eviction and a forced unload while others decode."""
-    from slotcar_sidecar.demo.story import run
+    from slotcar_sidecar.demo import stage, story
 
-    sys.exit(run(cache, tiny=tiny))
+    folder = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slotcar"
+    try:
+        story.run(Console(), folder, tiny=tiny)
+    except (stage.StageError, SlotcarError) as error:
+        raise click.ClickException(str(error)) from error

@@ -1,4 +1,4 @@
-"""A Hypothesis state machine over the cache: loads, unloads, mappings and Forwards whose kernels and fills are in flight.
+"""A Hypothesis state machine over the cache, where kernels and fills are in flight between steps.
 
 A fill and a kernel are two steps each, begin and end, with anything in between. After every step the invariants hold,
 and every Forward that answered read, from its start to its end, the bytes of the digests that its mapping reported.
@@ -20,6 +20,7 @@ from slotcar_sidecar.core.ids import AdapterName, AdapterRef, SessionId, SlotId
 from slotcar_sidecar.core.layout import SlotState
 from slotcar_sidecar.core.mapping import Mapping
 from slotcar_sidecar.core.residency import OnConflict
+
 from tests.fakes.parts import SITE, Bench, digest_of, make_bench, settle, vector
 
 NAMES = ("a", "b", "c", "d")
@@ -112,43 +113,37 @@ class CacheMachine(RuleBasedStateMachine):
     def abandon_a_load(self, data: st.DataObject) -> None:
         data.draw(st.sampled_from(self.loads)).cancel()
 
-    @rule(name=names, force=st.booleans())
-    def unload(self, name: str, force: bool) -> None:
-        self.attempt(lambda: self.bench.cache.unload(AdapterRef(AdapterName(name)), force=force))
-
     @rule(name=names)
-    def keep(self, name: str) -> None:
-        self.attempt(lambda: self.bench.cache.keep(AdapterRef(AdapterName(name))))
+    def unload_by_force(self, name: str) -> None:
+        self.attempt(lambda: self.bench.cache.unload(AdapterRef(AdapterName(name)), force=True))
 
-    @rule(name=names)
-    def release_keep(self, name: str) -> None:
-        self.attempt(lambda: self.bench.cache.release_keep(AdapterRef(AdapterName(name))))
+    @rule(name=names, verb=st.sampled_from(("unload", "keep", "release_keep")))
+    def operate(self, name: str, verb: str) -> None:
+        cache, ref = self.bench.cache, AdapterRef(AdapterName(name))
+        verbs = {
+            "unload": lambda: cache.unload(ref, force=False),
+            "keep": lambda: cache.keep(ref),
+            "release_keep": lambda: cache.release_keep(ref),
+        }
+        self.attempt(verbs[verb])
 
     # Engines
 
-    @rule()
     @precondition(lambda self: len(self.sessions) < 3)
+    @rule()
     def open_session(self) -> None:
         self.sessions.append(self.bench.cache.open_session("engine", GRACE_SECONDS, None).session_id)
 
     @precondition(lambda self: self.sessions)
-    @rule(data=st.data())
-    def lose_a_stream(self, data: st.DataObject) -> None:
-        session_id = data.draw(st.sampled_from(self.sessions))
-        session = self.attempt(lambda: self.bench.cache.sessions.get(session_id))
-        if session is not None and session.attachment is not None:
-            self.bench.cache.detach_session(session, session.attachment)
-
-    @precondition(lambda self: self.sessions)
-    @rule(data=st.data())
-    def resume(self, data: st.DataObject) -> None:
-        session_id = data.draw(st.sampled_from(self.sessions))
-        self.attempt(lambda: self.bench.cache.resume_session(session_id, None))
-
-    @precondition(lambda self: self.sessions)
-    @rule(data=st.data())
-    def close_session(self, data: st.DataObject) -> None:
-        self.bench.cache.close_session(data.draw(st.sampled_from(self.sessions)))
+    @rule(data=st.data(), what=st.sampled_from(("lose its stream", "lose its stream", "resume", "close")))
+    def disturb_a_session(self, data: st.DataObject, what: str) -> None:
+        cache, session_id = self.bench.cache, data.draw(st.sampled_from(self.sessions))
+        if what == "close":
+            cache.close_session(session_id)
+        elif what == "resume":
+            self.attempt(lambda: cache.resume_session(session_id, None))
+        elif (session := cache.sessions.get(session_id)).attachment is not None:
+            cache.detach_session(session, session.attachment)
 
     @rule(seconds=st.sampled_from((1.0, GRACE_SECONDS)))
     def let_time_pass(self, seconds: float) -> None:
@@ -194,11 +189,19 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def send_a_forward(self, data: st.DataObject) -> None:
         """For any mapping that was ever reported, replaced or not: a late Forward must not get another's rows."""
-        session_id, mapping = data.draw(st.sampled_from(self.known[-4:]))
+        session_id, mapping = data.draw(st.sampled_from(self.known[-6:]))
         counts = [1] * len(mapping.entries)
         items = [ForwardItem(SITE, vector(len(counts)))]
         call = ForwardCall(session_id, mapping.mapping_id, mapping.generation, counts, items, "unary")
         self.forwards.append(Sent(mapping, self.loop.create_task(self.bench.cache.forward(call))))
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data())
+    def compute_at_once(self, data: st.DataObject) -> None:
+        self.send_a_forward(data)
+        self.run(settle())
+        while self.bench.compute_pool.jobs:
+            self.bench.compute_pool.run_one()
 
     @precondition(lambda self: self.forwards)
     @rule(data=st.data())
@@ -244,6 +247,9 @@ class CacheMachine(RuleBasedStateMachine):
                 assert self.bench.device.bytes[SlotId(index)] == str(slot.digest), "I1"
         self.check_answers()
         self.check_loads()
+        self.sessions = [session.session_id for session in cache.sessions]
+        ended = [known for known in self.known if known[0] not in self.sessions]
+        self.known = ended[-1:] + [known for known in self.known if known[0] in self.sessions]
 
     def check_loads(self) -> None:
         for task in [task for task in self.loads if task.done()]:
@@ -266,7 +272,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert tuple(read) == sent.mapping.digests == computed.digests, "I8"
 
 
-CacheMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
+CacheMachine.TestCase.settings = settings(max_examples=250, stateful_step_count=60, deadline=None)
 TestCacheMachine = CacheMachine.TestCase
 
 

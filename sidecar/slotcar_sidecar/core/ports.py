@@ -102,6 +102,9 @@ class Device(Protocol):
     def slot_bytes(self) -> int:
         """Size of one slot over all sites, in bytes; 0 before `shape`."""
 
+    def check(self, weights: HostAdapter) -> None:
+        """Raises AdapterInvalid when the weights do not fit the slots' dtype. Blocks; runs in the loader pool."""
+
     def fill(self, slot: SlotId, weights: HostAdapter) -> None:
         """Writes an adapter into a slot, zero where it has no weights. Blocks; runs in the loader pool.
 

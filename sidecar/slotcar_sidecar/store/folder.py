@@ -66,7 +66,7 @@ class Folder:
                 after = FileVersion.of(os.fstat(file.fileno()))
         except OSError as error:
             raise _refusal(error, self._descriptor, name, path) from error
-        if len(data) != version.bytes or not before == after == version:
+        if len(data) != version.bytes or after != version:
             raise changed(path)
         return data
 
@@ -150,11 +150,14 @@ def _refusal(error: OSError, parent: int | None, name: str, path: Path) -> Slotc
     """Why `name` could not be opened; a link gives ELOOP or, where a folder was wanted, ENOTDIR."""
     if error.errno in (errno.ELOOP, errno.ENOTDIR):
         try:
-            found = os.stat(name, dir_fd=parent, follow_symlinks=False)
+            mode = os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode
         except OSError:
             return changed(path)
-        if stat.S_ISLNK(found.st_mode):
+        if stat.S_ISLNK(mode):
             return _link(path)
+        if stat.S_ISDIR(mode):
+            # It was a link a moment ago.
+            return changed(path)
         return invalid(f"{shown(str(path))} is no folder", file=path.name, found="a file", wanted="a folder")
     if error.errno == errno.ENOENT:
         return SourceUnavailable(f"there is no {shown(str(path))}", found="nothing", wanted="an adapter's folder")

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -76,6 +76,14 @@ def test_a_root_may_be_a_link_itself(root: Path, tmp_path: Path) -> None:
 def test_a_root_may_be_an_adapter_and_roots_may_nest(root: Path) -> None:
     source = LocalSource([root, root / "good"], max_bytes=1 << 20)
     assert source.read(source.canonical(str(root / "good"))).adapter.sites == (SITE,)
+
+
+def test_of_nested_roots_the_innermost_counts(root: Path) -> None:
+    (root / "link").symlink_to(root.parent / "secret")
+    for roots in ([root, root / "link"], [root / "link", root]):
+        source = LocalSource(roots, max_bytes=1 << 20)
+        assert source.canonical(str(root / "link")) == str(root.parent / "secret")
+        assert source.read(str(root / "link")).adapter.sites == (SITE,)
 
 
 DENIED: list[Callable[[Path], str]] = [
@@ -306,6 +314,17 @@ def test_a_pickle_is_never_loaded(root: Path, source: LocalSource) -> None:
     assert not (root / "trapped").exists()
 
 
+OPEN: list[int] = []
+
+
+@pytest.fixture
+def closing() -> Iterator[None]:
+    """Closes what a change left open."""
+    yield
+    while OPEN:
+        os.close(OPEN.pop())
+
+
 def swap_for_link(path: Path) -> None:
     path.unlink()
     path.symlink_to(path.parents[2] / "secret" / path.name)
@@ -314,6 +333,12 @@ def swap_for_link(path: Path) -> None:
 def swap_for_pipe(path: Path) -> None:
     path.unlink()
     os.mkfifo(path)
+
+
+def swap_for_open_pipe(path: Path) -> None:
+    """A pipe that somebody writes to: a read would have to wait."""
+    swap_for_pipe(path)
+    OPEN.append(os.open(path, os.O_RDWR | os.O_NONBLOCK))
 
 
 def shrink(path: Path) -> None:
@@ -334,12 +359,14 @@ def replace(path: Path) -> None:
     [
         (swap_for_link, SourceDenied),
         (swap_for_pipe, SourceUnavailable),
+        (swap_for_open_pipe, SourceUnavailable),
         (shrink, SourceUnavailable),
         (grow, SourceUnavailable),
         (replace, SourceUnavailable),
         (Path.unlink, SourceUnavailable),
     ],
 )
+@pytest.mark.usefixtures("closing")
 @pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE])
 def test_a_file_that_changes_between_look_and_read(
     change: Callable[[Path], None], error: type[SlotcarError], name: str, root: Path
@@ -349,6 +376,23 @@ def test_a_file_that_changes_between_look_and_read(
         change(root / "good" / name)
         with pytest.raises(error):
             folder.read(name, version)
+
+
+def test_a_file_that_is_written_while_it_is_read(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with folder_beneath(root, ("good",)) as folder:
+        config, _ = folder.versions()
+        looks: list[int] = []
+        fstat = os.fstat
+
+        def write_before_the_second_look(descriptor: int) -> os.stat_result:
+            looks.append(descriptor)
+            if len(looks) == 2:
+                os.utime(root / "good" / CONFIG_FILE, ns=(1, 1))
+            return fstat(descriptor)
+
+        monkeypatch.setattr(os, "fstat", write_before_the_second_look)
+        with pytest.raises(SourceUnavailable, match="changed while it was read"):
+            folder.read(CONFIG_FILE, config)
 
 
 def test_two_files_of_different_saves_are_not_mixed(
