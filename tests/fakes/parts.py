@@ -115,7 +115,7 @@ class FakeSource:
         return weights_of(self.contents[uri], source=uri)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FakeBatch:
     """What a kernel would read: per entry the slot, and the slot's bytes when the batch was prepared."""
 
@@ -136,6 +136,8 @@ class FakeDevice:
     def __init__(self, slots: int) -> None:
         self.slots = slots
         self.bytes: list[str] = [""] * slots
+        self.reading: list[FakeBatch] = []
+        self.written_while_read: list[SlotId] = []
         self.fail_fill: Exception | None = None
 
     def shape(self, model: ModelSpec) -> None:
@@ -146,7 +148,10 @@ class FakeDevice:
 
     def begin_write(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         if fn == self.fill:
-            self.bytes[args[0]] = TORN
+            slot = args[0]
+            self.bytes[slot] = TORN
+            if any(slot == read for batch in self.reading for read, _ in batch.rows):
+                self.written_while_read.append(slot)
 
     def check(self, weights: Weights) -> None:
         pass
@@ -157,9 +162,12 @@ class FakeDevice:
         self.bytes[slot] = str(weights.adapter.digest)
 
     def prepare(self, entries: Sequence[tuple[SlotId | None, int]], items: Sequence[ForwardItem]) -> FakeBatch:
-        return FakeBatch(tuple(entries), tuple(self._read(slot) for slot, _ in entries))
+        batch = FakeBatch(tuple(entries), tuple(self._read(slot) for slot, _ in entries))
+        self.reading.append(batch)
+        return batch
 
     def execute(self, batch: FakeBatch) -> list[Matrix]:
+        self.reading.remove(batch)
         read = []
         for (slot, _), before in zip(batch.rows, batch.at_start, strict=True):
             read.append(before or "" if before == self._read(slot) else TORN)

@@ -117,6 +117,12 @@ class CacheMachine(RuleBasedStateMachine):
     def unload_by_force(self, name: str) -> None:
         self.attempt(lambda: self.bench.cache.unload(AdapterRef(AdapterName(name)), force=True))
 
+    @rule(name=names, other=names)
+    def take_the_slot_by_force(self, name: str, other: str) -> None:
+        """The slot of a mapping that still stands gets other bytes."""
+        self.unload_by_force(name)
+        self.load_at_once(other, OnConflict.REPLACE)
+
     @rule(name=names, verb=st.sampled_from(("unload", "keep", "release_keep")))
     def operate(self, name: str, verb: str) -> None:
         cache, ref = self.bench.cache, AdapterRef(AdapterName(name))
@@ -245,6 +251,7 @@ class CacheMachine(RuleBasedStateMachine):
         for index, slot in enumerate(cache.layout.slots):
             if slot.state in (SlotState.OCCUPIED, SlotState.DRAINING):
                 assert self.bench.device.bytes[SlotId(index)] == str(slot.digest), "I1"
+        assert not self.bench.device.written_while_read, "I2"
         self.check_answers()
         self.check_loads()
         self.sessions = [session.session_id for session in cache.sessions]
@@ -268,6 +275,7 @@ class CacheMachine(RuleBasedStateMachine):
                 assert error.reason in _ALLOWED_FORWARD_ERRORS, error
                 continue
             computed = sent.task.result()
+            assert computed.layout.is_current(sent.mapping.slots, sent.mapping.generation), "I2, the second check"
             read = bytes(computed.outputs[0].data).decode().split("\n") if sent.mapping.entries else []
             assert tuple(read) == sent.mapping.digests == computed.digests, "I8"
 

@@ -12,6 +12,7 @@ from slotcar_sidecar.core.errors import ModelMismatch, RequestInvalid
 
 DTYPES = ("float32", "float16", "bfloat16")
 _MAX_FEATURES = 1 << 24
+_MAX_NAME = 500
 _MAX_SHOWN = 5
 
 
@@ -25,8 +26,8 @@ class Site:
     kind: str = "linear"
 
     def __post_init__(self) -> None:
-        if not self.name or len(self.name) > 500:
-            raise RequestInvalid("site.name", found=self.name[:500], wanted="1 to 500 characters")
+        if not isinstance(self.name, str) or not 1 <= len(self.name) <= _MAX_NAME:
+            raise RequestInvalid("site.name", found=str(self.name)[:_MAX_NAME], wanted=f"1 to {_MAX_NAME} characters")
         for field, value in (("in_features", self.in_features), ("out_features", self.out_features)):
             if type(value) is not int or not 1 <= value <= _MAX_FEATURES:
                 raise RequestInvalid(f"site.{field}", found=value, wanted=f"1 to {_MAX_FEATURES} (site {self.name})")
@@ -54,6 +55,8 @@ class ModelSpec:
             raise RequestInvalid("model_spec.sites", found="repeated or unsorted names", wanted="each name once")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise RequestInvalid("model_spec.dtype", found=self.dtype, wanted=" or ".join(DTYPES))
+        if self.fingerprint is not None and not isinstance(self.fingerprint, str):
+            raise RequestInvalid("model_spec.fingerprint", found=self.fingerprint, wanted="a string")
         if self.tensor_parallel != 1:
             raise RequestInvalid("model_spec.tensor_parallel", found=self.tensor_parallel, wanted=1)
 

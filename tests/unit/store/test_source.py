@@ -420,6 +420,21 @@ def test_a_folder_swapped_for_a_link_after_it_was_opened(root: Path) -> None:
         assert folder.read(CONFIG_FILE, config) == (root / "moved" / CONFIG_FILE).read_bytes()
 
 
+def test_a_link_that_became_a_folder_again_is_not_taken_for_a_file(
+    root: Path, source: LocalSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_descriptor = os.open
+
+    def as_for_a_link(name: str, flags: int, *, dir_fd: int | None = None) -> int:
+        if name == "good":
+            raise NotADirectoryError(errno.ENOTDIR, "Not a directory")
+        return open_descriptor(name, flags, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "open", as_for_a_link)
+    with pytest.raises(SourceUnavailable, match="changed"):
+        source.read(str(root / "good"))
+
+
 def test_a_race_never_reads_outside(root: Path, source: LocalSource) -> None:
     """A thread swaps the folder for a link to the outside, and back, as fast as it can."""
     good = source.read(str(root / "good")).adapter.digest
