@@ -67,9 +67,8 @@ class Output:
         slot = f"slot {report.adapter.slot}" if report.adapter.slot is not None else "no slot"
         self._print(f"{report.name} {what}: {slot}, generation {report.generation}, {_short(report.digest)}")
         self._print(self._sizes(report))
-        self._print_sites("zero", report.sites_zero)
-        for field in report.fields_ignored:
-            self._print(f"  ignored: {field}")
+        if report.fields_ignored:
+            self._print(f"  fields without effect: {', '.join(report.fields_ignored)}")
         for warning in report.warnings:
             self._print(f"  warning: {warning}")
 
@@ -78,19 +77,17 @@ class Output:
             self._json(dataclasses.asdict(report))
             return
         slot = f"its slot is {report.slot_state}" if report.slot_state else "it was in no slot"
-        stale = f", {report.pins_ended} mappings are stale" if report.pins_ended else ""
+        stale = f", mappings that became stale: {report.pins_ended}" if report.pins_ended else ""
         self._print(f"{name} unloaded: {slot}{stale}")
 
     def adapter(self, adapter: AdapterInfo, *, sites: bool = False) -> None:
         if self._as_json:
             self._json(dataclasses.asdict(adapter))
             return
-        table = Table(show_header=False, box=None)
         for key, value in dataclasses.asdict(adapter).items():
             if key != "sites":
                 shown = human_bytes(value) if key == "bytes" else value
-                table.add_row(key, "-" if value is None else str(shown))
-        self._out.print(table)
+                self._print(f"{key:>8}  {'-' if value is None else shown}")
         if sites:
             self._print_sites("site", adapter.sites)
 
@@ -118,7 +115,6 @@ class Output:
         self._print("fits" if estimate.fits else f"does not fit: {estimate.why_not}")
         self._print(self._sizes(estimate))
         self._print(f"  {human_bytes(estimate.device_bytes)} of a slot, {_short(estimate.digest)}")
-        self._print_sites("zero", estimate.sites_zero)
 
     def checks(self, checks: Sequence[Check]) -> None:
         if self._as_json:

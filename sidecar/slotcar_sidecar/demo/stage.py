@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import grpc
 import slotcar_client
 from rich.console import Console
 from slotcar_client import Client, Event
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from slotcar_sidecar.demo.host import Host
 
 _START_SECONDS = 60
+_POLL_SECONDS = 0.1
 _STOP_SECONDS = 30
 _EVENT_SECONDS = 10.0
 
@@ -45,13 +45,13 @@ def sidecar(host: Host, work: Path, slots: int) -> Iterator[str]:
 
 
 def _wait_until_ready(target: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    with grpc.insecure_channel(target.replace("unix://", "unix:")) as channel:
-        ready = grpc.channel_ready_future(channel)
-        for _ in range(_START_SECONDS * 10):
-            if process.poll() is not None:
+    with slotcar_client.connect(target) as client:
+        for _ in range(int(_START_SECONDS / _POLL_SECONDS)):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_POLL_SECONDS)
                 break
-            with contextlib.suppress(grpc.FutureTimeoutError):
-                ready.result(timeout=0.1)
+            with contextlib.suppress(slotcar_client.Unavailable):
+                client.snapshot()
                 return
     raise StageError(f"the sidecar did not start:\n{log.read_text(encoding='utf-8')}")
 
