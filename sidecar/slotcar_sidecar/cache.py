@@ -168,7 +168,7 @@ class AdapterCache:
                 raise ModelUnknown
             already_resident = await self._make_resident(weights, name)
             self.residency.bind(name, adapter, call.on_conflict, keep=call.keep)
-            return Loaded(self.residency.describe(name), self.model, self.layout, already_resident)
+            return Loaded(self.residency.describe(AdapterRef(name)), self.model, self.layout, already_resident)
         finally:
             self.residency.unclaim(adapter.digest, claim)
             self._publish()

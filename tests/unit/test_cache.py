@@ -129,7 +129,7 @@ async def test_a_load_outlives_its_caller() -> None:
     while bench.load_pool.jobs:
         bench.load_pool.run_one()
         await settle()
-    assert bench.cache.residency.describe(ref("a").name).slot == 0
+    assert bench.cache.residency.describe(ref("a")).slot == 0
     bench.cache.check_integrity()
 
 
@@ -270,11 +270,11 @@ async def test_a_keep_protects_moves_on_replace_and_is_bounded() -> None:
     with pytest.raises(SlotsExhausted):
         bench.cache.keep(ref("b"))
     await loaded(bench, "a", "a2", replace=True)
-    resident = bench.cache.residency.describe(ref("a").name)
+    resident = bench.cache.residency.describe(ref("a"))
     assert resident.keep
     assert resident.adapter.digest == digest_of("a2")
     await loaded(bench, "c", "c1")
-    assert bench.cache.residency.describe(ref("a").name).slot is not None
+    assert bench.cache.residency.describe(ref("a")).slot is not None
     bench.cache.release_keep(ref("a"))
     bench.cache.release_keep(ref("a"))
     bench.cache.keep(ref("c"))
@@ -303,6 +303,7 @@ async def test_an_unloaded_adapter_drains_while_it_is_pinned() -> None:
     assert read_by(await computed(bench, session, mapping)) == [str(digest_of("a1"))]
     by_digest = f"a@{digest_of('a1')}"
     assert map_names(bench, session, by_digest, mapping_id=1).digests == (str(digest_of("a1")),)
+    assert bench.cache.residency.describe(ref(by_digest)).slot == 0
     for who, name in ((stranger, by_digest), (session, "a")):
         with pytest.raises(AdapterNotFound):
             map_names(bench, who, name)

@@ -111,7 +111,7 @@ class AdapterServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetAdapter(self, request, context):
-        """Describes one adapter, with its sites.
+        """Describes one adapter, with its sites. "name@sha256:…" also finds a digest that drains.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -44,7 +44,7 @@ class AdapterServiceStub:
     ReleaseKeep: _grpc.UnaryUnaryMultiCallable[_adapter_service_pb2.ReleaseKeepRequest, _adapter_service_pb2.ReleaseKeepResponse]
     """Ends a keep. Idempotent."""
     GetAdapter: _grpc.UnaryUnaryMultiCallable[_adapter_service_pb2.GetAdapterRequest, _adapter_service_pb2.GetAdapterResponse]
-    """Describes one adapter, with its sites."""
+    """Describes one adapter, with its sites. "name@sha256:…" also finds a digest that drains."""
     ListAdapters: _grpc.UnaryUnaryMultiCallable[_adapter_service_pb2.ListAdaptersRequest, _adapter_service_pb2.ListAdaptersResponse]
     """Lists the adapters by name, from one consistent snapshot."""
     EstimateAdapter: _grpc.UnaryUnaryMultiCallable[_adapter_service_pb2.EstimateAdapterRequest, _adapter_service_pb2.EstimateAdapterResponse]
@@ -70,7 +70,7 @@ class AdapterServiceAsyncStub(AdapterServiceStub):
     ReleaseKeep: _aio.UnaryUnaryMultiCallable[_adapter_service_pb2.ReleaseKeepRequest, _adapter_service_pb2.ReleaseKeepResponse]  # type: ignore[assignment]
     """Ends a keep. Idempotent."""
     GetAdapter: _aio.UnaryUnaryMultiCallable[_adapter_service_pb2.GetAdapterRequest, _adapter_service_pb2.GetAdapterResponse]  # type: ignore[assignment]
-    """Describes one adapter, with its sites."""
+    """Describes one adapter, with its sites. "name@sha256:…" also finds a digest that drains."""
     ListAdapters: _aio.UnaryUnaryMultiCallable[_adapter_service_pb2.ListAdaptersRequest, _adapter_service_pb2.ListAdaptersResponse]  # type: ignore[assignment]
     """Lists the adapters by name, from one consistent snapshot."""
     EstimateAdapter: _aio.UnaryUnaryMultiCallable[_adapter_service_pb2.EstimateAdapterRequest, _adapter_service_pb2.EstimateAdapterResponse]  # type: ignore[assignment]
@@ -123,7 +123,7 @@ class AdapterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _adapter_service_pb2.GetAdapterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_adapter_service_pb2.GetAdapterResponse, _abc.Awaitable[_adapter_service_pb2.GetAdapterResponse]]:
-        """Describes one adapter, with its sites."""
+        """Describes one adapter, with its sites. "name@sha256:…" also finds a digest that drains."""
 
     @_abc_1.abstractmethod
     def ListAdapters(

@@ -95,16 +95,24 @@ class Residency:
         """The adapter that some name, or a pinned slot, has."""
         return self._adapters.get(digest)
 
-    def describe(self, name: AdapterName) -> Resident:
-        digest = self._names[name]
+    def describe(self, ref: AdapterRef) -> Resident:
+        """What the name has; with a digest, also one that drains, so that who still pins it can look it up."""
+        slot = self._layout.find(ref.digest) if ref.digest is not None else None
+        if ref.digest is not None and slot is not None and self._layout[slot].state is SlotState.DRAINING:
+            return self._described(ref.name, ref.digest)
+        return self._described(ref.name, self.digest_of(ref))
+
+    def describe_all(self) -> tuple[Resident, ...]:
+        """Every name, in order."""
+        return tuple(self._described(name, digest) for name, digest in sorted(self._names.items()))
+
+    def _described(self, name: AdapterName, digest: Digest) -> Resident:
         slot = self._layout.find(digest)
         if slot is not None and self._layout[slot].state is SlotState.FILLING:
             slot = None
         pins = len(self._pins.of(slot)) if slot is not None else 0
-        return Resident(name, self._adapters[digest], slot, name in self._keeps, pins)
-
-    def describe_all(self) -> tuple[Resident, ...]:
-        return tuple(self.describe(name) for name in sorted(self._names))
+        keep = name in self._keeps and self._names[name] == digest
+        return Resident(name, self._adapters[digest], slot, keep, pins)
 
     def resolve(self, refs: Sequence[AdapterRef | None], session: SessionId) -> tuple[Entry | None, ...]:
         """Each ref's digest and slot, None for the base model, all or nothing.
@@ -264,7 +272,7 @@ class Residency:
     def keep(self, ref: AdapterRef) -> None:
         """Asks for a resident name to stay resident. Idempotent."""
         self.digest_of(ref)
-        if self.describe(ref.name).slot is None:
+        if self.describe(ref).slot is None:
             raise AdapterNotResident(ref)
         self._check_keep(ref.name)
         if ref.name not in self._keeps:

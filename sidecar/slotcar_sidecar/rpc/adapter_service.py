@@ -113,8 +113,7 @@ class AdapterService(adapter_service_pb2_grpc.AdapterServiceServicer):
         raise ShuttingDown
 
     def _described(self, ref: AdapterRef) -> Any:
-        self._cache.residency.digest_of(ref)
-        return self._adapter(self._cache.residency.describe(ref.name), sites=True)
+        return self._adapter(self._cache.residency.describe(ref), sites=True)
 
     def _adapter(self, resident: Resident, *, sites: bool = False) -> Any:
         in_host = resident.adapter.digest in self._cache.tiers.host
