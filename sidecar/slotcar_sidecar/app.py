@@ -110,7 +110,7 @@ def _make_cache(config: Config, metrics: Metrics, resources: contextlib.ExitStac
         SourceAndHost(source, host, load_pool, metrics, time.monotonic),
         device,
         environment,
-        Limits(config.device_bytes, config.max_entries, config.max_rows),
+        Limits(config.device_bytes, config.max_entries, config.max_rows, config.max_response_bytes),
     )
     model = read_model(config)
     if model is not None:

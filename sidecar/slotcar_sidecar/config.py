@@ -115,6 +115,7 @@ class Config:
     device_bytes: int = _setting(64 << 30, "The most memory that all slots together may take.", size=True)
     max_adapter_bytes: int = _setting(2 << 30, "Largest adapter file.", size=True)
     max_message_bytes: int = _setting(64 << 20, "Largest request.", size=True)
+    max_response_bytes: int = _setting(256 << 20, "Largest sum of the outputs of one Forward.", size=True)
     max_rows: int = _setting(65536, "Most rows of one Forward.")
     max_entries: int = _setting(65536, "Most entries of one mapping.")
     max_sessions: int = _setting(256, "Most sessions at a time.")

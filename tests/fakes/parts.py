@@ -219,7 +219,7 @@ def make_bench(slots: int, *, host_bytes: int = 1 << 20, model: ModelSpec | None
         SourceAndHost(source, host, InlineExecutor(), observer, clock),
         device,
         Environment(load_pool, compute_pool, clock, lambda: f"id{next(numbers)}", observer),
-        Limits(device_bytes=1 << 40, max_entries=64, max_rows=1 << 20),
+        Limits(device_bytes=1 << 40, max_entries=64, max_rows=1 << 20, max_response_bytes=1 << 12),
     )
     if model is not None:
         cache.adopt_model(model)

@@ -480,6 +480,7 @@ async def test_a_session_of_another_model_is_refused_and_leaves_nothing() -> Non
         ({"row_counts": [1, 1, 1]}, ShapeMismatch),
         ({"row_counts": [2, 1], "items": [ForwardItem(SITE, vector(2))]}, ShapeMismatch),
         ({"row_counts": [1 << 40, 1]}, RequestInvalid),
+        ({"row_counts": [1000, 1000], "items": [ForwardItem(SITE, vector(2000))]}, CapacityExceeded),
         ({"items": []}, RequestInvalid),
         ({"items": [ForwardItem("nowhere", vector(2))]}, SiteUnknown),
         ({"generation": 1 << 60}, LayoutStale),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from slotcar_sidecar.core.errors import RequestInvalid, ShapeMismatch, SiteUnknown
 from slotcar_sidecar.core.model import ModelSpec
-from slotcar_sidecar.core.tensor import Matrix
+from slotcar_sidecar.core.tensor import ITEM_BYTES, Matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,11 @@ def check_items(items: Sequence[ForwardItem], rows: int, model: ModelSpec) -> No
             _check_matrix(f"{field}.base", item.base, rows, site.out_features, item.site)
             if item.base.dtype != item.x.dtype:
                 raise ShapeMismatch(f"{field}.base.dtype", found=item.base.dtype, wanted=item.x.dtype, site=item.site)
+
+
+def output_bytes(items: Sequence[ForwardItem], rows: int, model: ModelSpec) -> int:
+    """Size of all outputs of checked items."""
+    return sum(rows * model.by_name[item.site].out_features * ITEM_BYTES[item.x.dtype] for item in items)
 
 
 def _check_matrix(field: str, matrix: Matrix, rows: int, columns: int, site: str) -> None:

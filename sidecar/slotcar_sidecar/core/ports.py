@@ -139,3 +139,4 @@ class Limits:
     device_bytes: int
     max_entries: int
     max_rows: int
+    max_response_bytes: int
