@@ -24,7 +24,6 @@ from slotcar_sidecar.core.errors import (
     SlotcarError,
 )
 from slotcar_sidecar.core.events import EventKind, EventLog
-from slotcar_sidecar.core.forward import check_items, output_bytes
 from slotcar_sidecar.core.ids import AdapterName, AdapterRef, Digest, SessionId, SlotId
 from slotcar_sidecar.core.layout import Layout, SlotState
 from slotcar_sidecar.core.mapping import Mapping
@@ -350,7 +349,9 @@ class AdapterCache:
         mapping = self.sessions.get(call.session).mapping(call.mapping_id)
         mapping.check_generation(call.generation)
         rows = mapping.rows(call.row_counts)
-        self._check_size(call)
+        if self.model is None:
+            raise ModelUnknown
+        check_forward(call, self.model, self._limits)
         with self._marks.reading(mapping.slots):
             mapping.check_current(self.layout)
             self.residency.touch(mapping.slots)
@@ -359,23 +360,6 @@ class AdapterCache:
             outputs = await self._run(self._environment.compute_pool, self.device.execute, batch)
             mapping.check_current(self.layout)
         return Computed(outputs, mapping.digests, self.layout, prepared - start, clock() - prepared)
-
-    def _check_size(self, call: ForwardCall) -> None:
-        """Raises unless every tensor fits its site and the rows, and rows and outputs are within their bounds."""
-        rows, limits = sum(call.row_counts), self._limits
-        if rows > limits.max_rows:
-            raise RequestInvalid("row_counts", found=f"{rows} rows", wanted=f"at most {limits.max_rows}")
-        if self.model is None:
-            raise ModelUnknown
-        check_items(call.items, rows, self.model)
-        size = output_bytes(call.items, rows, self.model)
-        if size > limits.max_response_bytes:
-            raise CapacityExceeded(
-                f"the outputs would have {size} bytes, the server sends at most {limits.max_response_bytes}: "
-                "ask for fewer rows or sites in a call",
-                found=size,
-                wanted=limits.max_response_bytes,
-            )
 
     # Shared
 

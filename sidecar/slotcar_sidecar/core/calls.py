@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slotcar_sidecar.core.adapter import Adapter
-from slotcar_sidecar.core.errors import SlotcarError
-from slotcar_sidecar.core.forward import ForwardItem
+from slotcar_sidecar.core.errors import CapacityExceeded, RequestInvalid, SlotcarError
+from slotcar_sidecar.core.forward import ForwardItem, check_items, output_bytes
 from slotcar_sidecar.core.ids import AdapterRef, SessionId
 from slotcar_sidecar.core.layout import Layout
 from slotcar_sidecar.core.model import ModelSpec
+from slotcar_sidecar.core.ports import Limits
 from slotcar_sidecar.core.residency import OnConflict, Resident
 from slotcar_sidecar.core.tensor import Matrix
 
@@ -66,3 +67,19 @@ class Computed:
     layout: Layout
     queue_seconds: float
     compute_seconds: float
+
+
+def check_forward(call: ForwardCall, model: ModelSpec, limits: Limits) -> None:
+    """Raises unless every tensor fits its site and the rows, and rows and outputs are within their bounds."""
+    rows = sum(call.row_counts)
+    if rows > limits.max_rows:
+        raise RequestInvalid("row_counts", found=f"{rows} rows", wanted=f"at most {limits.max_rows}")
+    check_items(call.items, rows, model)
+    size = output_bytes(call.items, rows, model)
+    if size > limits.max_response_bytes:
+        raise CapacityExceeded(
+            f"the outputs would have {size} bytes, the server sends at most {limits.max_response_bytes}: "
+            "ask for fewer rows or sites in a call",
+            found=size,
+            wanted=limits.max_response_bytes,
+        )
