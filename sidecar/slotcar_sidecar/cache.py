@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from typing import Any, TypeVar
 
-from slotcar_sidecar.core.calls import Computed, Estimate, ForwardCall, LoadCall, Loaded
+from slotcar_sidecar.core.calls import Computed, Estimate, ForwardCall, LoadCall, Loaded, check_forward
 from slotcar_sidecar.core.errors import (
     AdapterNotFound,
     CapacityExceeded,

@@ -27,6 +27,7 @@ from slotcar.v1 import (
 )
 
 from tests.adapters import CONFIG_FILE, MINIMAL_CONFIG, WEIGHTS_FILE, raw_tensors, write_raw_adapter
+from tests.server import SidecarProcess
 
 PATIENCE_SECONDS = 30.0
 ABSENT_DIGEST = "sha256:" + "0" * 64
@@ -57,6 +58,7 @@ class Target:
     metrics_url: str | None = None
     model: model_pb2.ModelSpec = field(default_factory=model_pb2.ModelSpec)
     server: engine_service_pb2.ServerInfo = field(default_factory=engine_service_pb2.ServerInfo)
+    process: SidecarProcess | None = None
 
     def __post_init__(self) -> None:
         self.channel = open_channel(self.address)

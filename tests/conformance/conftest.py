@@ -1,0 +1,64 @@
+"""The server under test: one per module, or the one that the environment names.
+
+SLOTCAR_CONFORMANCE_TARGET is the address of a running server with at least two slots, and SLOTCAR_CONFORMANCE_ROOT a
+folder beneath one of its roots that this suite may write to; no other client may use that server meanwhile, so run with
+`-n 0`. SLOTCAR_CONFORMANCE_METRICS, the URL of its metrics, lets the suite compare sessions and pins too. Tests about
+settings, start and end of a server start their own in any case.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.conformance.target import Target
+from tests.server import SidecarProcess
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+    """The server under test; its model is known."""
+    environment = os.environ
+    address = environment.get("SLOTCAR_CONFORMANCE_TARGET")
+    if address is not None:
+        root, metrics = environment["SLOTCAR_CONFORMANCE_ROOT"], environment.get("SLOTCAR_CONFORMANCE_METRICS")
+        target = Target(address, Path(root), metrics).learn()
+        yield target
+        target.unload_all()
+        target.close()
+        return
+    with ExitStack() as stack:
+        yield start(stack, tmp_path_factory).learn()
+
+
+@pytest.fixture
+def target(server: Target) -> Iterator[Target]:
+    """The server under test, without adapters."""
+    server.unload_all()
+    yield server
+    assert server.state().gauges.get("slotcar_sessions", 0) == 0, "the test left a session"
+
+
+@pytest.fixture(scope="module")
+def start_target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Target]]:
+    """Starts servers with settings of their own, which end with the module: start_target(slots=2, extra=("--flag",))."""
+    with ExitStack() as stack:
+        yield lambda **settings: start(stack, tmp_path_factory, **settings)
+
+
+def start(stack: ExitStack, tmp_path_factory: pytest.TempPathFactory, **settings: object) -> Target:
+    """A new server without a model; `target.process` is its process."""
+    root = tmp_path_factory.mktemp("root")
+    extra = ("--metrics", "127.0.0.1:0", *settings.pop("extra", ()))  # type: ignore[misc]
+    sidecar = SidecarProcess(tmp_path_factory.mktemp("s"), root, extra=extra, **settings)  # type: ignore[arg-type]
+    stack.enter_context(sidecar)
+    match = re.search(r"at=(http://\S+/metrics)", sidecar.log)
+    assert match is not None, sidecar.log
+    target = Target(sidecar.target, root, match[1], process=sidecar)
+    stack.callback(target.close)
+    return target
