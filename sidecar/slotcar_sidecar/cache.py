@@ -56,7 +56,6 @@ class AdapterCache:
         self.device = device
         self.model: ModelSpec | None = None
         self.shutting_down = False
-        self.closed = False
         self.forwards_in_flight = 0
         self.last_forward_at = environment.clock()
         self._environment = environment
@@ -65,6 +64,7 @@ class AdapterCache:
         self._fills: dict[Digest, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._changed = asyncio.Event()
+        self.closing = asyncio.Event()
 
     @property
     def environment(self) -> Environment:
@@ -97,9 +97,14 @@ class AdapterCache:
         self._publish()
 
     def close(self) -> None:
-        """Ends every stream that watches the cache."""
-        self.shutting_down = self.closed = True
+        """Ends every stream."""
+        self.shutting_down = True
+        self.closing.set()
         self._publish()
+
+    @property
+    def closed(self) -> bool:
+        return self.closing.is_set()
 
     # The model
 

@@ -1,4 +1,4 @@
-"""The server under test: one per module, or the one that the environment names.
+"""The server under test: one per process of pytest, or the one that the environment names.
 
 SLOTCAR_CONFORMANCE_TARGET is the address of a running server with at least two slots, and SLOTCAR_CONFORMANCE_ROOT a
 folder beneath one of its roots that this suite may write to; no other client may use that server meanwhile, so run with
@@ -20,7 +20,7 @@ from tests.conformance.target import Target
 from tests.server import SidecarProcess
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     """The server under test; its model is known."""
     environment = os.environ

@@ -12,8 +12,12 @@ SlotcarError
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from typing import ClassVar
+
+_MAX_BYTES = 500
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 class Reason(StrEnum):
@@ -52,9 +56,19 @@ class SlotcarError(Exception):
     retry_after_seconds: float | None = None
 
     def __init__(self, message: str, **facts: object) -> None:
-        super().__init__(message)
-        self.message = message
-        self.facts = {key: str(value) for key, value in facts.items() if value is not None}
+        self.message = _tame(message)
+        super().__init__(self.message)
+        self.facts = {key: _tame(str(value)) for key, value in facts.items() if value is not None}
+
+
+def _tame(text: str) -> str:
+    """The text without control characters, cut to 500 bytes: parts of it may come from a hostile request or file.
+
+    A status travels in HTTP/2 headers, which may have 8 KiB; and a line break could forge a line of a log.
+    """
+    tame = _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text[: _MAX_BYTES + 1])
+    encoded = tame.encode(errors="replace")
+    return f"{encoded[:_MAX_BYTES].decode(errors='ignore')}…" if len(encoded) > _MAX_BYTES else encoded.decode()
 
 
 class AdapterNotFound(SlotcarError):

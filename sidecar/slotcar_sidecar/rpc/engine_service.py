@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,14 +110,17 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
     async def ForwardStream(
         self, request_iterator: AsyncIterator[pb.ForwardStreamRequest], context: Context
     ) -> AsyncIterator[pb.ForwardStreamResponse]:
-        async for request in request_iterator:
-            try:
-                if not request.HasField("forward"):
-                    raise RequestInvalid("forward", found="nothing", wanted="a request")
-                self._check_size(request)
-                yield pb.ForwardStreamResponse(forward=await self._forward(request.forward, "stream"))
-            except Exception as error:  # the stream goes on after a refusal
-                yield pb.ForwardStreamResponse(error=status.to_message(to_known("ForwardStream", error)))
+        async with _ended_by(self._cache.closing):
+            async for request in request_iterator:
+                if self._cache.closed:
+                    raise ShuttingDown
+                try:
+                    if not request.HasField("forward"):
+                        raise RequestInvalid("forward", found="nothing", wanted="a request")
+                    self._check_size(request)
+                    yield pb.ForwardStreamResponse(forward=await self._forward(request.forward, "stream"))
+                except Exception as error:  # the stream goes on after a refusal
+                    yield pb.ForwardStreamResponse(error=status.to_message(to_known("ForwardStream", error)))
 
     async def _forward(self, request: pb.ForwardRequest, plane: str) -> pb.ForwardResponse:
         call = ForwardCall(
@@ -127,6 +132,24 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
             plane,
         )
         return _computed(await self._cache.forward(call))
+
+
+@asynccontextmanager
+async def _ended_by(closing: asyncio.Event) -> AsyncIterator[None]:
+    """Raises ShuttingDown in the body, wherever it waits, when `closing` is set."""
+    body = asyncio.current_task()
+    assert body is not None
+    watch = asyncio.create_task(closing.wait())
+    watch.add_done_callback(lambda watch: None if watch.cancelled() else body.cancel())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not watch.done():
+            raise
+        body.uncancel()
+        raise ShuttingDown from None
+    finally:
+        watch.cancel()
 
 
 def _computed(computed: Computed) -> pb.ForwardResponse:
