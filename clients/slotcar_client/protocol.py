@@ -9,7 +9,7 @@ from types import MappingProxyType
 from google.protobuf import duration_pb2
 from slotcar.v1 import engine_service_pb2, model_pb2
 
-from slotcar_client.entries import BASE, Entries, Target
+from slotcar_client.entries import BASE, Entries, Target, checked_count
 from slotcar_client.errors import AuditFailed, CapacityExceeded, RequestInvalid
 from slotcar_client.values import LayoutVersion, Mapping
 
@@ -112,7 +112,11 @@ def shared_inputs(inputs: Iterable[tuple[str, object]]) -> list[tuple[str, bool]
 
 def counts_for(mapping: Mapping, row_counts: Sequence[int] | None) -> tuple[int, ...]:
     """The row counts of a call: its own, else the mapping's. Raises RequestInvalid when there are none."""
-    counts = mapping.row_counts if row_counts is None else tuple(row_counts)
+    counts = (
+        mapping.row_counts
+        if row_counts is None
+        else tuple(checked_count(f"row_counts[{index}]", count) for index, count in enumerate(row_counts))
+    )
     if counts is None:
         raise RequestInvalid(
             "row_counts is absent, and the mapping was set without counts",

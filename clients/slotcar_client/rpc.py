@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import TypeVar
 
 import grpc
 from slotcar.v1 import adapter_service_pb2_grpc, engine_service_pb2_grpc
 
-from slotcar_client.errors import from_rpc_error
+from slotcar_client.errors import Unavailable, from_rpc_error
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -32,6 +33,7 @@ class Rpc:
 
     def __init__(self, target: str, timeout_seconds: float) -> None:
         self.timeout_seconds = timeout_seconds
+        self._process = os.getpid()
         self._channel = grpc.insecure_channel(target, options=_OPTIONS)
         self.adapters = adapter_service_pb2_grpc.AdapterServiceStub(self._channel)
         self.engine = engine_service_pb2_grpc.EngineServiceStub(self._channel)
@@ -43,10 +45,18 @@ class Rpc:
         timeout_seconds: float | None = None,
     ) -> Response:
         """The answer, by default within the deadline of the channel's calls. Raises SlotcarError."""
+        self.check_usable()
         try:
             return method(request, timeout=timeout_seconds or self.timeout_seconds)
+        except ValueError as error:
+            raise Unavailable("the client is closed") from error
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
+
+    def check_usable(self) -> None:
+        """Raises Unavailable in a child of the process that connected: gRPC's threads are not there."""
+        if os.getpid() != self._process:
+            raise Unavailable("this client belongs to the parent process: connect again after a fork")
 
     def close(self) -> None:
         """Cancels what is under way. Idempotent."""

@@ -116,6 +116,9 @@ class Session:
         An entry is a name, "name@digest" or BASE, alone or as (entry, row count). Raises SlotcarError; then `forward`
         has no default mapping, so that no rows go to the adapters of the mapping before.
         """
+        if mapping_id == ROWS_MAPPING_ID or not 0 <= mapping_id < 1 << 64:
+            wanted = f"0 to 2^64 - 1, except {ROWS_MAPPING_ID}, which `rows` uses"
+            raise RequestInvalid(f"mapping_id is {mapping_id}", field="mapping_id", found=mapping_id, wanted=wanted)
         with self._lock:
             self._last_id = None
             mapping = self._set_mapping(mapping_id, parse_entries(entries))
@@ -126,13 +129,14 @@ class Session:
         """Ends a mapping, by default the last one, and its pins. Idempotent."""
         with self._lock:
             mapping_id = mapping.mapping_id if mapping is not None else self._last_id
-            if mapping_id is None or self._mappings.pop(mapping_id, None) is None:
+            if mapping_id is None or mapping_id not in self._mappings:
                 return
             if self._last_id == mapping_id:
                 self._last_id = None
             request = engine_service_pb2.ReleaseMappingRequest(session=self.session_id, mapping_id=mapping_id)
             with contextlib.suppress(SessionNotFound):
                 self._rpc.call(self._rpc.engine.ReleaseMapping, request)
+            del self._mappings[mapping_id]
 
     def forward(
         self,
@@ -303,6 +307,7 @@ class Session:
         raise last
 
     def _check_open(self) -> None:
+        self._rpc.check_usable()
         if self._closed.is_set():
             raise SessionNotFound("the session is closed")
 

@@ -99,13 +99,13 @@ def _make_cache(config: Config, metrics: Metrics, resources: contextlib.ExitStac
     load_pool, compute_pool = pools
     environment = Environment(load_pool, compute_pool, time.monotonic, lambda: secrets.token_hex(16), metrics)
     events = EventLog(time.time)
-    events.listeners += [logs.log_event, metrics.event]
     host = HostTierLru(config.host_bytes)
     source = LocalSource(config.root, config.max_adapter_bytes)
     device = CpuDevice(config.slots, config.max_rank, config.dtype)
     layout = Layout.empty(Epoch(secrets.token_hex(8)), config.slots)
+    events.listeners += [functools.partial(logs.log_event, layout.epoch), metrics.event]
     cache = AdapterCache(
-        Residency(layout, events, host.drop),
+        Residency(layout, events, host.drop, config.max_adapters),
         Sessions(config.max_sessions, config.max_mappings),
         SourceAndHost(source, host, load_pool, metrics, time.monotonic),
         device,

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 from slotcar_sidecar.core.calls import Computed, Estimate, ForwardCall, LoadCall, Loaded, check_forward
 from slotcar_sidecar.core.errors import (
-    AdapterNotFound,
     CapacityExceeded,
     LayoutStale,
     ModelUnknown,
@@ -36,6 +35,8 @@ from slotcar_sidecar.core.session import Session, Sessions
 from slotcar_sidecar.core.tensor import ITEM_BYTES
 
 T = TypeVar("T")
+
+_MAX_LOADING = 4
 
 
 class AdapterCache:
@@ -64,6 +65,8 @@ class AdapterCache:
         self._fills: dict[Digest, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._changed = asyncio.Event()
+        # Weights that are read and not yet in the host tier are outside its bound: only so many at a time.
+        self._loading = asyncio.Semaphore(_MAX_LOADING)
         self.closing = asyncio.Event()
 
     @property
@@ -136,63 +139,59 @@ class AdapterCache:
 
     async def _load(self, call: LoadCall) -> Loaded:
         try:
-            weights = await self._find_weights(call)
-            return await self._place(call, weights)
+            async with self._loading:
+                return await self._place(call, *await self._find_weights(call))
         except SlotcarError as error:
             reason = f"{error.reason}: {error.message}"
             self.events.record(EventKind.REFUSED, self.layout.generation, name=call.ref.name, reason=reason)
             self._publish()
             raise
 
-    async def _find_weights(self, call: LoadCall) -> HostAdapter:
+    async def _find_weights(self, call: LoadCall) -> tuple[HostAdapter, str | None]:
+        """The verified weights, and the source if the caller named one; bytes of a known digest are not read again."""
         ref, source = call.ref, call.source
         if source is not None:
             uri = await self.tiers.canonical(source)
             known = self.tiers.from_host(ref.digest) if ref.digest is not None else None
-            return known or await self.tiers.from_source(uri, ref.digest)
+            return known or await self.tiers.from_source(uri, ref.digest), uri
         digest = ref.digest or self.residency.digest_of(ref)
         known = self.tiers.from_host(digest)
-        if known is not None:
-            return known
-        adapter = self.residency.adapter(digest)
-        if adapter is None:
-            raise AdapterNotFound(ref)
-        return await self.tiers.from_source(adapter.source, digest)
+        return known or await self.tiers.from_source(self.residency.source_of(ref), digest), None
 
-    async def _place(self, call: LoadCall, weights: HostAdapter) -> Loaded:
+    async def _place(self, call: LoadCall, weights: HostAdapter, source: str | None) -> Loaded:
         adapter, name = weights.adapter, call.ref.name
-        if self.model is not None:
-            await self._check_fits(weights, self.model)
+        if self.model is not None:  # whether it can be computed is known before anything is evicted
+            await self._run(self._environment.load_pool, self.device.check, weights)
         self.residency.check_name(name, adapter.digest, call.on_conflict, keep=call.keep)
         claim = object()
-        self.residency.claim(adapter.digest, claim)
+        # What the name has now stays, too, until the name has moved: a replace is served all the time.
+        claimed = {adapter.digest, self.residency.digest_named(name) or adapter.digest}
+        for digest in claimed:
+            self.residency.claim(digest, claim)
         try:
             self.tiers.host.put(weights)
             if self.model is None:
                 raise ModelUnknown
             already_resident = await self._make_resident(weights, name)
-            self.residency.bind(name, adapter, call.on_conflict, keep=call.keep)
-            return Loaded(self.residency.describe(AdapterRef(name)), self.model, self.layout, already_resident)
+            self.residency.bind(name, adapter, call.on_conflict, keep=call.keep, source=source)
         finally:
-            self.residency.unclaim(adapter.digest, claim)
+            for digest in claimed:
+                self.residency.unclaim(digest, claim)
             self._publish()
-
-    async def _check_fits(self, weights: HostAdapter, model: ModelSpec) -> None:
-        """Raises AdapterInvalid unless the whole adapter can be computed; nothing is evicted before."""
-        weights.adapter.check_fits(model, self.device.max_rank)
-        await self._run(self._environment.load_pool, self.device.check, weights)
+        return Loaded(self.residency.describe(AdapterRef(name)), self.model, self.layout, already_resident)
 
     async def _make_resident(self, weights: HostAdapter, name: AdapterName) -> bool:
         """Fills a slot unless one has the digest; says whether one had. Calls for one digest share a fill."""
-        digest = weights.adapter.digest
-        if self.layout.find(digest) is None:
-            slot = self.residency.begin_fill(digest, name)
-            self._publish()
-            self._fills[digest] = asyncio.create_task(self._fill(slot, weights))
-        elif digest not in self._fills:
-            return True
-        await asyncio.shield(self._fills[digest])
-        return False
+        digest, resident = weights.adapter.digest, True
+        # A forced unload may free the slot between the end of the fill and the waking of the load: then once more.
+        while digest in self._fills or self.layout.find(digest) is None:
+            resident = False
+            if digest not in self._fills:
+                slot = self.residency.begin_fill(digest, name)
+                self._publish()
+                self._fills[digest] = asyncio.create_task(self._fill(slot, weights))
+            await asyncio.shield(self._fills[digest])
+        return resident
 
     async def _fill(self, slot: SlotId, weights: HostAdapter) -> None:
         """Writes a slot that is published as filling, once nobody reads it."""
@@ -215,23 +214,22 @@ class AdapterCache:
 
     async def estimate(self, source: str) -> Estimate:
         """What a load of `source` would take, or why it would be refused. Raises what reading it raises."""
-        weights = await self.tiers.from_source(await self.tiers.canonical(source), None)
-        adapter, refusal = weights.adapter, None
-        try:
-            if self.model is None:
-                raise ModelUnknown
-            await self._check_fits(weights, self.model)
-            if adapter.bytes > self.tiers.host.capacity_bytes:
-                raise CapacityExceeded(
-                    "the adapter is larger than the host tier",
-                    found=adapter.bytes,
-                    wanted=self.tiers.host.capacity_bytes,
-                )
-        except SlotcarError as error:
-            refusal = error
+        async with self._loading:
+            weights = await self.tiers.from_source(await self.tiers.canonical(source), None)
+            adapter, refusal = weights.adapter, await self._refusal_of(weights)
         item_bytes = ITEM_BYTES[self.device.slot_dtype]
         device_bytes = sum((p.in_features + p.out_features) * p.rank * item_bytes for p in adapter.parts)
         return Estimate(adapter, self.model, device_bytes, refusal)
+
+    async def _refusal_of(self, weights: HostAdapter) -> SlotcarError | None:
+        try:
+            if self.model is None:
+                raise ModelUnknown
+            await self._run(self._environment.load_pool, self.device.check, weights)
+            self.tiers.host.check(weights)
+        except SlotcarError as error:
+            return error
+        return None
 
     def unload(self, ref: AdapterRef, *, force: bool) -> Unloaded:
         """Takes a name away. Never waits."""
@@ -257,7 +255,7 @@ class AdapterCache:
         try:
             if model is not None:
                 self.adopt_model(model)
-        except SlotcarError:
+        except BaseException:
             self.sessions.end(session.session_id)
             raise
         self._record_session(EventKind.SESSION_OPENED, session, client_name)
@@ -332,10 +330,12 @@ class AdapterCache:
 
     async def _observed_forward(self, call: ForwardCall) -> Computed:
         clock = self._environment.clock
-        start, reason = clock(), "OK"
+        start, reason = clock(), "INTERNAL"
         self.forwards_in_flight += 1
         try:
-            return await self._forward(call)
+            computed = await self._forward(call)
+            reason = "OK"
+            return computed
         except SlotcarError as error:
             reason = str(error.reason)
             if isinstance(error, LayoutStale):

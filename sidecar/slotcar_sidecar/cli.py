@@ -38,6 +38,8 @@ def _serve_options(command: Command) -> Command:
         kind: Any = None
         if item.type in ("int", "float") and not metadata.get("size"):
             kind = int if item.type == "int" else float
+        elif metadata.get("size"):
+            kind = str
         elif "choices" in metadata:
             kind = click.Choice(metadata["choices"])
         command = click.option(
@@ -95,7 +97,11 @@ def _calls_server(command: Command) -> Command:
     @functools.wraps(command)
     def wrapper(target: str | None, as_json: bool, **arguments: Any) -> None:
         try:
-            with slotcar_client.connect(target) as client:
+            client = slotcar_client.connect(target)
+        except SlotcarError as error:
+            raise click.UsageError(error.message) from error
+        try:
+            with client:
                 command(client, console.Output(as_json), **arguments)
         except SlotcarError as error:
             console.Output(as_json).refusal(error)

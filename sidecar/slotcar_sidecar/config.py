@@ -19,6 +19,7 @@ from slotcar_sidecar.core.model import DTYPES
 
 ENVIRONMENT_PREFIX = "SLOTCAR_"
 MAX_SOCKET_PATH_BYTES = 107
+_MAX_MESSAGE_BYTES = 511 << 20
 _SIZE = re.compile(r"(\d+)\s*(|B|KiB|MiB|GiB|TiB)", re.IGNORECASE)
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 
@@ -117,7 +118,8 @@ class Config:
     max_message_bytes: int = _setting(64 << 20, "Largest request.", size=True)
     max_response_bytes: int = _setting(256 << 20, "Largest sum of the outputs of one Forward.", size=True)
     max_rows: int = _setting(65536, "Most rows of one Forward.")
-    max_entries: int = _setting(65536, "Most entries of one mapping.")
+    max_entries: int = _setting(4096, "Most entries of one mapping.")
+    max_adapters: int = _setting(100_000, "Most names of adapters.")
     max_sessions: int = _setting(256, "Most sessions at a time.")
     max_mappings: int = _setting(64, "Most mappings of one session.")
     compute_threads: int = _setting(1, "Forwards that run side by side, one thread each.")
@@ -134,6 +136,8 @@ class Config:
                 raise ConfigError(item.name, value, " or ".join(choices))
             if item.type in ("int", "float") and not value > 0:
                 raise ConfigError(item.name, value, "more than 0")
+        if self.max_message_bytes > _MAX_MESSAGE_BYTES:
+            raise ConfigError("max_message_bytes", self.max_message_bytes, f"at most {_MAX_MESSAGE_BYTES}")
         if self.device == "cuda":
             raise ConfigError("device", "cuda", "cpu: this version computes on the CPU only")
         if self.base_model is not None and self.model_spec is not None:

@@ -38,8 +38,8 @@ class Output:
 
     def __init__(self, as_json: bool) -> None:
         self._as_json = as_json
-        self._out = Console(highlight=False, soft_wrap=True)
-        self._err = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._out = Console(highlight=False, emoji=False, soft_wrap=True)
+        self._err = Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
 
     @contextmanager
     def working(self, what: str) -> Iterator[None]:
@@ -55,7 +55,8 @@ class Output:
             facts = {"reason": error.reason, "message": error.message, "metadata": dict(error.metadata)}
             self._json({"error": facts})
             return
-        self._err.print(f"[bold red]{error.reason}[/] {error.message}", markup=True)
+        self._err.print(error.reason, style="bold red", end=" ", markup=False)
+        self._err.print(error.message, markup=False)
         for key, value in error.metadata.items():
             self._err.print(f"  {key}: {value}", markup=False)
 

@@ -9,15 +9,13 @@ settings, start and end of a server start their own in any case.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from tests.conformance.target import Target
-from tests.server import SidecarProcess
+from tests.conformance.target import Target, start
 
 
 @pytest.fixture(scope="session")
@@ -33,7 +31,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
         target.close()
         return
     with ExitStack() as stack:
-        yield start(stack, tmp_path_factory).learn()
+        yield start(stack, *folders(tmp_path_factory)).learn()
 
 
 @pytest.fixture
@@ -48,17 +46,9 @@ def target(server: Target) -> Iterator[Target]:
 def start_target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Target]]:
     """Starts servers with settings of their own, which end with the module: start_target(slots=2, extra=("--flag",))."""
     with ExitStack() as stack:
-        yield lambda **settings: start(stack, tmp_path_factory, **settings)
+        yield lambda **settings: start(stack, *folders(tmp_path_factory), **settings)
 
 
-def start(stack: ExitStack, tmp_path_factory: pytest.TempPathFactory, **settings: object) -> Target:
-    """A new server without a model; `target.process` is its process."""
-    root = tmp_path_factory.mktemp("root")
-    extra = ("--metrics", "127.0.0.1:0", *settings.pop("extra", ()))  # type: ignore[misc]
-    sidecar = SidecarProcess(tmp_path_factory.mktemp("s"), root, extra=extra, **settings)  # type: ignore[arg-type]
-    stack.enter_context(sidecar)
-    match = re.search(r"at=(http://\S+/metrics)", sidecar.log)
-    assert match is not None, sidecar.log
-    target = Target(sidecar.target, root, match[1], process=sidecar)
-    stack.callback(target.close)
-    return target
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """For a server, and for its adapters."""
+    return tmp_path_factory.mktemp("s"), tmp_path_factory.mktemp("root")

@@ -21,6 +21,7 @@ from slotcar.v1 import error_pb2
 DOMAIN = "slotcar"
 # What gRPC's clients, with their own settings, are sure to accept of all trailers together.
 MAX_TRAILER_BYTES = 8192
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 CODES: Mapping[str, grpc.StatusCode] = {
     "ADAPTER_NOT_FOUND": grpc.StatusCode.NOT_FOUND,
@@ -118,5 +119,5 @@ def _check(refusal: Refusal, code: grpc.StatusCode) -> None:
     assert code is CODES[refusal.reason]
     assert refusal.reason != "INTERNAL", "a fault of the server itself"
     assert refusal.message
-    for key, value in refusal.metadata.items():
-        assert value, key
+    for text in (refusal.message, *refusal.metadata.values()):
+        assert CONTROL.search(text) is None, f"a control character in {text!r}"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import urllib.request
 import uuid
+import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -33,9 +35,9 @@ PATIENCE_SECONDS = 30.0
 ABSENT_DIGEST = "sha256:" + "0" * 64
 MODEL = model_pb2.ModelSpec(
     sites=[
-        model_pb2.Site(name="layers.0.q_proj", in_features=64, out_features=64),
-        model_pb2.Site(name="layers.0.k_proj", in_features=64, out_features=32),
-        model_pb2.Site(name="layers.0.down_proj", in_features=128, out_features=64),
+        model_pb2.Site(name="layers.0.q_proj", in_features=64, out_features=64, kind=model_pb2.SITE_KIND_LINEAR),
+        model_pb2.Site(name="layers.0.k_proj", in_features=64, out_features=32, kind=model_pb2.SITE_KIND_LINEAR),
+        model_pb2.Site(name="layers.0.down_proj", in_features=128, out_features=64, kind=model_pb2.SITE_KIND_LINEAR),
     ]
 )
 
@@ -97,7 +99,7 @@ class Target:
         """Writes a sound adapter; by default each folder's name gives other weights."""
         tensors = {}
         for index, site in enumerate(self.model.sites[:sites]):
-            number = seed if seed is not None else int.from_bytes(folder.name.encode(), "little") % (1 << 31)
+            number = seed if seed is not None else zlib.crc32(folder.name.encode())
             features = (site.in_features, site.out_features)
             tensors |= raw_tensors(site.name, rank=rank, features=features, seed=number + index)
         return write_raw_adapter(folder, dict(MINIMAL_CONFIG) | {"r": rank}, tensors)
@@ -228,9 +230,20 @@ class Streamed:
             yield request
 
 
-def open_channel(address: str) -> grpc.Channel:
+def start(stack: ExitStack, folder: Path, root: Path, extra: tuple[str, ...] = (), **settings: Any) -> Target:
+    """A new server without a model, which ends with `stack`."""
+    extra = ("--metrics", "127.0.0.1:0", *extra)
+    sidecar = stack.enter_context(SidecarProcess(folder, root, extra=extra, **settings))
+    match = re.search(r"at=(http://\S+/metrics)", sidecar.log)
+    assert match is not None, sidecar.log
+    target = Target(sidecar.target, root, match[1], process=sidecar)
+    stack.callback(target.close)
+    return target
+
+
+def open_channel(address: str, *more_options: tuple[str, int]) -> grpc.Channel:
     """A connection of its own, with gRPC's own limits except on the size of answers."""
-    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
+    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1), *more_options]
     return grpc.insecure_channel(address.replace("unix://", "unix:").removeprefix("tcp://"), options=options)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import pickle
 import shutil
 import struct
@@ -101,10 +102,10 @@ def only(name: str, data: bytes) -> Callable[[Target, Path], None]:
 
 
 class Trap:
-    """A pickle that leaves a mark when it is read."""
+    """A pickle that ends the process that reads it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (open, ("/tmp/slotcar-conformance-pickle-was-read", "w"))
+        return (os._exit, (1,))
 
 
 INVALID, UNSUPPORTED = "ADAPTER_INVALID", "ADAPTER_UNSUPPORTED"
@@ -236,10 +237,6 @@ def test_an_adapter_that_does_not_fit_is_refused(loaded: Target, case: Case) -> 
     assert not answer.fits
     assert answer.why_not.startswith(f"{case.reason}: ")
     assert answer.digest.startswith("sha256:")
-
-
-def test_the_pickle_was_not_read() -> None:
-    assert not Path("/tmp/slotcar-conformance-pickle-was-read").exists()
 
 
 FORBIDDEN = {

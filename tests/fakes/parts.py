@@ -214,7 +214,7 @@ def make_bench(slots: int, *, host_bytes: int = 1 << 20, model: ModelSpec | None
     events.listeners.append(seen.append)
     observer = SilentObserver()
     cache = AdapterCache(
-        Residency(Layout.empty(Epoch("epoch"), slots), events, host.drop),
+        Residency(Layout.empty(Epoch("epoch"), slots), events, host.drop, max_names=8),
         Sessions(max_sessions=64, max_mappings=8),
         SourceAndHost(source, host, InlineExecutor(), observer, clock),
         device,

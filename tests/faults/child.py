@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import grpc
 import numpy as np
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from slotcar.v1 import adapter_service_pb2
@@ -90,7 +91,10 @@ def load(target: str, name: str, source: str) -> None:
         # One connection delivers its calls in order: when this one is answered, the one before has begun.
         health_pb2_grpc.HealthStub(engine.channel).Check(health_pb2.HealthCheckRequest(), timeout=CALL_SECONDS)
         say({"done": answer.done()})
-        say({"digest": answer.result().adapter.digest})
+        try:
+            say({"digest": answer.result().adapter.digest})
+        except grpc.RpcError as error:
+            say({"error": error.code().name})
 
 
 def pin(target: str, grace: str, *refs: str) -> None:

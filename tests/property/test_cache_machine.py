@@ -246,6 +246,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.run(settle())
         cache = self.bench.cache
         cache.check_integrity()
+        cache.check_bytes()
         assert cache.layout.generation >= self.generation, "I3"
         self.generation = cache.layout.generation
         for index, slot in enumerate(cache.layout.slots):

@@ -180,7 +180,7 @@ async def test_a_load_that_finds_every_slot_pinned_changes_nothing() -> None:
     with pytest.raises(SlotsExhausted) as refusal:
         await loaded(bench, "b", "b1")
     assert refusal.value.retry_after_seconds is not None
-    assert refusal.value.facts == {"slots": "1", "pinned": "1", "kept": "0", "filling": "0"}
+    assert refusal.value.facts == {"slots": "1", "pinned": "1", "kept": "0", "loading": "0"}
     assert bench.cache.layout == before
     with pytest.raises(AdapterNotFound):
         bench.cache.residency.digest_of(ref("b"))

@@ -27,6 +27,8 @@ from slotcar_client.session import Session
 from slotcar_client.values import Mapping
 
 _MAX_SHOWN = 5
+# Attention reads the weight of these and does not call them, so a hook would add nothing.
+_NEVER_CALLED = nn.modules.linear.NonDynamicallyQuantizableLinear
 
 
 def model_spec(model: nn.Module) -> model_pb2.ModelSpec:
@@ -63,6 +65,8 @@ class Attachment:
         self._mapping: Mapping | None = None
         self._spans: dict[str, tuple[slice, ...]] = {}
         session.follow_rows(self._begin)
+        # Code that was compiled before does not look for new hooks.
+        torch.compiler.reset()
         self._handles = [
             module.register_forward_hook(self._hook(name), with_kwargs=True) for name, module in self._modules.items()
         ]
@@ -97,7 +101,8 @@ class Attachment:
             delta = self._inputs.delta(site, x, mapping, self._spans.__contains__)
             return _add(output, delta, list(_row_slices(self._spans[site], rows)))
 
-        return add_delta
+        hook: Callable[..., torch.Tensor | None] = torch.compiler.disable(add_delta)  # type: ignore[no-untyped-call]
+        return hook
 
     def _begin(self, mapping: Mapping | None) -> None:
         """A `rows` block begins, or ends with None: learns for which entries each site has weights.
@@ -134,7 +139,7 @@ def _linear_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
     tied = _tied_output(model)
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | Conv1D) and module is not tied:
+        if isinstance(module, nn.Linear | Conv1D) and not isinstance(module, _NEVER_CALLED) and module is not tied:
             yield name, module
 
 

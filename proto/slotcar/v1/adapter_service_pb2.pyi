@@ -440,7 +440,7 @@ class ListAdaptersResponse(_message.Message):
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
-    """Token of the next page; empty on the last. A token is good for a minute."""
+    """Token of the next page; empty on the last. A token is good for a minute at most."""
     @_builtins.property
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[_adapter_pb2.Adapter]:
         """Adapters in order of their names."""

@@ -13,10 +13,12 @@ SlotcarError
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import ClassVar
 
 _MAX_BYTES = 500
+_MAX_LIST_BYTES = 2000
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
@@ -48,7 +50,8 @@ class Reason(StrEnum):
 class SlotcarError(Exception):
     """A refusal with its reason and its facts; facts become the error details on the wire.
 
-    `field` names the request field at fault, if one is; `retry_after_seconds` is set only where waiting helps.
+    `field` names the request field at fault, if one is; `retry_after_seconds` is set only where waiting helps. A fact
+    that is a tuple is a list of whole names.
     """
 
     reason: ClassVar[Reason]
@@ -58,7 +61,7 @@ class SlotcarError(Exception):
     def __init__(self, message: str, **facts: object) -> None:
         self.message = _tame(message)
         super().__init__(self.message)
-        self.facts = {key: _tame(str(value)) for key, value in facts.items() if value is not None}
+        self.facts = {key: _said(value) for key, value in facts.items() if value is not None}
 
 
 def _tame(text: str) -> str:
@@ -71,20 +74,36 @@ def _tame(text: str) -> str:
     return f"{encoded[:_MAX_BYTES].decode(errors='ignore')}…" if len(encoded) > _MAX_BYTES else encoded.decode()
 
 
+def _said(fact: object) -> str:
+    return listed(fact, _MAX_LIST_BYTES) if isinstance(fact, tuple) else _tame(str(fact))
+
+
+def listed(items: Sequence[object], max_bytes: int) -> str:
+    """The items with commas between them; what does not fit is counted, and no item is cut."""
+    said: list[str] = []
+    size = 0
+    for item in items:
+        text = _tame(str(item))
+        size += len(text.encode()) + 2
+        if size > max_bytes:
+            return f"{', '.join(said)} and {len(items) - len(said)} more"
+        said.append(text)
+    return ", ".join(said)
+
+
 class AdapterNotFound(SlotcarError):
     reason = Reason.ADAPTER_NOT_FOUND
 
     def __init__(self, *refs: object, **facts: object) -> None:
-        names = ", ".join(str(ref) for ref in refs)
-        super().__init__(f"no adapter {names}: load it first", adapters=names, **facts)
+        super().__init__(f"no adapter {listed(refs, _MAX_BYTES // 2)}: load it first", adapters=refs, **facts)
 
 
 class AdapterNotResident(SlotcarError):
     reason = Reason.ADAPTER_NOT_RESIDENT
 
     def __init__(self, *refs: object, **facts: object) -> None:
-        names = ", ".join(str(ref) for ref in refs)
-        super().__init__(f"adapter {names} is in no slot: load it again, then set the mapping", adapters=names, **facts)
+        names = listed(refs, _MAX_BYTES // 2)
+        super().__init__(f"adapter {names} is in no slot: load it again, then set the mapping", adapters=refs, **facts)
 
 
 class AdapterConflict(SlotcarError):
@@ -156,7 +175,7 @@ class CapacityExceeded(SlotcarError):
 class LayoutStale(SlotcarError):
     reason = Reason.LAYOUT_STALE
 
-    def __init__(self, message: str, *, entries: str, **facts: object) -> None:
+    def __init__(self, message: str, *, entries: tuple[str, ...], **facts: object) -> None:
         super().__init__(message, entries=entries, **facts)
 
 

@@ -23,11 +23,15 @@ def check_items(items: Sequence[ForwardItem], rows: int, model: ModelSpec) -> No
     """Raises SiteUnknown or ShapeMismatch, naming the field, unless every tensor fits its site and the rows."""
     if not items:
         raise RequestInvalid("items", found="no item", wanted="at least one")
+    seen: set[str] = set()
     for index, item in enumerate(items):
         field = f"items[{index}]"
         site = model.by_name.get(item.site)
         if site is None:
             raise SiteUnknown(f"{field}.site", item.site)
+        if item.site in seen:
+            raise RequestInvalid(f"{field}.site", found=item.site, wanted="each site once")
+        seen.add(item.site)
         _check_matrix(f"{field}.x", item.x, rows, site.in_features, item.site)
         if item.base is not None:
             _check_matrix(f"{field}.base", item.base, rows, site.out_features, item.site)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from slotcar_sidecar.core.errors import LayoutStale, ShapeMismatch
@@ -42,7 +42,7 @@ class Mapping:
         if generation != self.generation:
             raise LayoutStale(
                 f"mapping {self.mapping_id} has generation {self.generation}, the call says {generation}",
-                entries="all",
+                entries=tuple(self._names(self.entries)),
                 found=generation,
                 wanted=self.generation,
             )
@@ -52,16 +52,22 @@ class Mapping:
         stale = [
             entry
             for entry in self.entries
-            if entry is not None and (layout.epoch != self.epoch or layout[entry.slot].mod_generation > self.generation)
+            if entry is not None
+            and (layout.epoch != self.epoch or not layout.is_current((entry.slot,), self.generation))
         ]
         if stale:
-            names = ", ".join(dict.fromkeys(f"{entry.ref.name}@{entry.digest}" for entry in stale))
+            names = tuple(self._names(stale))
             raise LayoutStale(
-                f"the slots of {names} changed after generation {self.generation}: map again by digest",
+                f"a slot of mapping {self.mapping_id} changed after generation {self.generation}: map again by digest",
                 entries=names,
                 found=layout.generation,
                 wanted=self.generation,
             )
+
+    @staticmethod
+    def _names(entries: Iterable[Entry | None]) -> dict[str, None]:
+        """Each adapter once, as name@digest."""
+        return dict.fromkeys(f"{entry.ref.name}@{entry.digest}" for entry in entries if entry is not None)
 
     def rows(self, row_counts: Sequence[int]) -> tuple[tuple[SlotId | None, int], ...]:
         """(slot, number of rows) per entry, None for the base model. Raises ShapeMismatch (invariant I5)."""

@@ -124,7 +124,7 @@ class ModelSpec:
                 differences.append(f"{title} {', '.join(names[:_MAX_SHOWN])}{more}".strip())
         if differences:
             text = "; ".join(differences)
-            raise ModelMismatch(f"the engine's model is not the server's: {text}", difference=text)
+            raise ModelMismatch(f"the engine's model is not the server's: {text}", difference=tuple(differences))
 
 
 def _check_fields(data: object, field: str, known: set[str], required: set[str]) -> None:

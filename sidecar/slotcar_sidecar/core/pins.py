@@ -36,10 +36,6 @@ class Pins:
         table |= {slot: frozenset({owner}) for slot in wanted - table.keys()}
         return Pins(MappingProxyType({slot: owners for slot, owners in table.items() if owners}))
 
-    def release(self, owner: MappingOwner) -> Pins:
-        """`owner` pins nothing any more. Idempotent."""
-        return self.replace(owner, ())
-
     def end(self, slot: SlotId) -> Pins:
         """Nobody pins `slot` any more."""
         return Pins(MappingProxyType({other: owners for other, owners in self.owners.items() if other != slot}))

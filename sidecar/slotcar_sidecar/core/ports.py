@@ -48,6 +48,9 @@ class HostTier(Protocol):
     def get(self, digest: Digest) -> HostAdapter | None:
         """The adapter, which becomes the most recently used, or None."""
 
+    def check(self, weights: HostAdapter) -> None:
+        """Raises CapacityExceeded if the adapter can never fit."""
+
     def put(self, weights: HostAdapter) -> tuple[Digest, ...]:
         """Stores an adapter and returns what was dropped for it. Raises CapacityExceeded if it can never fit."""
 

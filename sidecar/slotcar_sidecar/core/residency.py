@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from enum import Enum
 
 from slotcar_sidecar.core.adapter import Adapter
-from slotcar_sidecar.core.errors import AdapterConflict, AdapterNotFound, AdapterNotResident, SlotsExhausted
+from slotcar_sidecar.core.errors import (
+    AdapterConflict,
+    AdapterNotFound,
+    AdapterNotResident,
+    CapacityExceeded,
+    SlotsExhausted,
+)
 from slotcar_sidecar.core.events import EventKind, EventLog
 from slotcar_sidecar.core.ids import AdapterName, AdapterRef, Digest, SessionId, SlotId
 from slotcar_sidecar.core.layout import Layout, SlotState
@@ -36,6 +42,7 @@ class Resident:
 
     name: AdapterName
     adapter: Adapter
+    source: str
     slot: SlotId | None
     keep: bool
     pins: int
@@ -53,18 +60,20 @@ class Unloaded:
 class Residency:
     """The single table that loads, unloads and mappings change."""
 
-    def __init__(self, layout: Layout, events: EventLog, on_forget: Callable[[Digest], None]) -> None:
+    def __init__(self, layout: Layout, events: EventLog, on_forget: Callable[[Digest], None], max_names: int) -> None:
         self._layout = layout
         self._pins = Pins()
         self._names: dict[AdapterName, Digest] = {}
         self._named: dict[Digest, set[AdapterName]] = {}
         self._adapters: dict[Digest, Adapter] = {}
+        self._sources: dict[AdapterName, str] = {}
         self._keeps: set[AdapterName] = set()
         self._claims: dict[Digest, set[object]] = {}
         self._last_used: dict[SlotId, int] = {}
         self._uses = 0
         self.events = events
         self._on_forget = on_forget
+        self._max_names = max_names
 
     @property
     def layout(self) -> Layout:
@@ -91,14 +100,19 @@ class Residency:
             raise AdapterNotFound(ref)
         return digest
 
-    def adapter(self, digest: Digest) -> Adapter | None:
-        """The adapter that some name, or a pinned slot, has."""
-        return self._adapters.get(digest)
+    def digest_named(self, name: AdapterName) -> Digest | None:
+        """The digest that the name has now, None for an unknown name."""
+        return self._names.get(name)
+
+    def source_of(self, ref: AdapterRef) -> str:
+        """Where the name was loaded from. Raises AdapterNotFound as `digest_of` does."""
+        self.digest_of(ref)
+        return self._sources[ref.name]
 
     def describe(self, ref: AdapterRef) -> Resident:
-        """What the name has; with a digest, also one that drains, so that who still pins it can look it up."""
+        """What the name has; with a digest, also one that is pinned, so that who pins it can look it up."""
         slot = self._layout.find(ref.digest) if ref.digest is not None else None
-        if ref.digest is not None and slot is not None and self._layout[slot].state is SlotState.DRAINING:
+        if ref.digest is not None and slot is not None and self._pins.of(slot):
             return self._described(ref.name, ref.digest)
         return self._described(ref.name, self.digest_of(ref))
 
@@ -112,7 +126,8 @@ class Residency:
             slot = None
         pins = len(self._pins.of(slot)) if slot is not None else 0
         keep = name in self._keeps and self._names[name] == digest
-        return Resident(name, self._adapters[digest], slot, keep, pins)
+        adapter = self._adapters[digest]
+        return Resident(name, adapter, self._sources.get(name, adapter.source), slot, keep, pins)
 
     def resolve(self, refs: Sequence[AdapterRef | None], session: SessionId) -> tuple[Entry | None, ...]:
         """Each ref's digest and slot, None for the base model, all or nothing.
@@ -122,11 +137,15 @@ class Residency:
         """
         slots = {slot.digest: SlotId(index) for index, slot in enumerate(self._layout.slots) if slot.state in _READABLE}
         entries: list[Entry | None] = []
+        resolved: dict[AdapterRef, Entry] = {}
         unknown: dict[AdapterRef, None] = {}
         absent: dict[AdapterRef, None] = {}
         for ref in refs:
             if ref is None:
                 entries.append(None)
+                continue
+            if ref in resolved:
+                entries.append(resolved[ref])
                 continue
             digest = self._names.get(ref.name)
             if ref.digest is not None and ref.digest != digest:
@@ -137,7 +156,8 @@ class Residency:
             elif slot is None:
                 absent[ref] = None
             else:
-                entries.append(Entry(ref, digest, slot))
+                resolved[ref] = Entry(ref, digest, slot)
+                entries.append(resolved[ref])
         if unknown:
             raise AdapterNotFound(*unknown)
         if absent:
@@ -187,10 +207,16 @@ class Residency:
             self._retire(digest)
 
     def check_name(self, name: AdapterName, digest: Digest, on_conflict: OnConflict, *, keep: bool) -> None:
-        """Raises AdapterConflict or SlotsExhausted unless `bind` with the same arguments would succeed now."""
+        """Raises AdapterConflict, SlotsExhausted or CapacityExceeded unless `bind` would succeed now."""
         found = self._names.get(name, digest)
         if found != digest and on_conflict is OnConflict.FAIL:
             raise AdapterConflict(name, found=found, wanted=digest)
+        if name not in self._names and len(self._names) >= self._max_names:
+            raise CapacityExceeded(
+                f"the server has {self._max_names} adapters already: unload one",
+                found=len(self),
+                wanted=self._max_names,
+            )
         if keep:
             self._check_keep(name)
 
@@ -202,12 +228,12 @@ class Residency:
         if slot is None:
             count = len(layout.slots)
             raise SlotsExhausted(
-                f"none of the {count} slots can take {taker}: each is pinned, kept or being filled",
+                f"none of the {count} slots can take {taker}: each is pinned, kept or in a load",
                 retry_after_seconds=_RETRY_SECONDS,
                 slots=count,
                 pinned=len(self._pins.pinned()),
                 kept=len(self._kept_digests()),
-                filling=len(layout.in_state(SlotState.FILLING)),
+                loading=sum(slot.digest in self._claims for slot in layout.slots),
             )
         victim = layout[slot].digest
         self._layout = layout.begin_fill(slot, digest)
@@ -225,8 +251,13 @@ class Residency:
         """The slot's bytes are not the digest's: it becomes free."""
         self._layout = self._layout.release(slot)
 
-    def bind(self, name: AdapterName, adapter: Adapter, on_conflict: OnConflict, *, keep: bool) -> None:
-        """Gives a resident adapter the name, in one step with its keep; what the name had before may drain away."""
+    def bind(
+        self, name: AdapterName, adapter: Adapter, on_conflict: OnConflict, *, keep: bool, source: str | None = None
+    ) -> None:
+        """Gives a resident adapter the name, in one step with its keep; what the name had before may drain away.
+
+        `source` is where the name is loaded from again; by default where it was, or where these bytes were read.
+        """
         digest = adapter.digest
         self.check_name(name, digest, on_conflict, keep=keep)
         slot = self._layout.find(digest)
@@ -236,6 +267,7 @@ class Residency:
         self._names[name] = digest
         self._named.setdefault(digest, set()).add(name)
         self._adapters[digest] = adapter
+        self._sources[name] = source or (self._sources.get(name) if before == digest else None) or adapter.source
         if keep:
             self._keeps.add(name)
         if self._layout[slot].state is SlotState.DRAINING:
@@ -252,7 +284,7 @@ class Residency:
     def unload(self, ref: AdapterRef, *, force: bool) -> Unloaded:
         """Takes the name and its keep away; the digest's slot is freed, drains, or stays for another name."""
         digest = self.digest_of(ref)
-        del self._names[ref.name]
+        del self._names[ref.name], self._sources[ref.name]
         self._keeps.discard(ref.name)
         self._unname(digest, ref.name)
         slot = self._layout.find(digest)
@@ -351,6 +383,7 @@ class Residency:
         """Asserts the invariants of this table, and the layout's."""
         self._layout.check_integrity()
         assert len(self._keeps) < len(self._layout.slots)
+        assert self._sources.keys() == self._names.keys()
         for name, digest in self._names.items():
             assert digest in self._adapters, name
             assert name in self._named[digest], name

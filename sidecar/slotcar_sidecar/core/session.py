@@ -99,9 +99,6 @@ class Sessions:
         """The sessions whose grace has passed."""
         return [s for s in self._sessions.values() if s.expires_at is not None and s.expires_at <= now]
 
-    def next_expiry(self) -> float | None:
-        return min((s.expires_at for s in self._sessions.values() if s.expires_at is not None), default=None)
-
     def end(self, session_id: SessionId) -> Session | None:
         """Removes the session and returns it, or None when it is gone already."""
         return self._sessions.pop(session_id, None)

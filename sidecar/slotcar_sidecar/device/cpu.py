@@ -18,6 +18,7 @@ from slotcar_kernels.sites import SiteSlots
 from torch import Tensor
 
 from slotcar_sidecar.core.adapter import SiteLora
+from slotcar_sidecar.core.errors import CapacityExceeded
 from slotcar_sidecar.core.forward import ForwardItem
 from slotcar_sidecar.core.ids import SlotId
 from slotcar_sidecar.core.model import ModelSpec
@@ -71,10 +72,12 @@ class CpuDevice:
     def shape(self, model: ModelSpec) -> None:
         """Allocates the slots for `model`; without poison, memory is touched only when a slot is filled."""
         assert self._model is None, "a device is shaped once"
-        for site in model.sites:
-            self._a[site.name] = self._empty_slots(site.in_features)
-            self._b[site.name] = self._empty_slots(site.out_features)
-        self._model = model
+        try:
+            a = {site.name: self._empty_slots(site.in_features) for site in model.sites}
+            b = {site.name: self._empty_slots(site.out_features) for site in model.sites}
+        except (MemoryError, RuntimeError) as error:
+            raise CapacityExceeded(f"this machine has no memory for {self.slots} slots of this model") from error
+        self._a, self._b, self._model = a, b, model
 
     def slot_bytes(self) -> int:
         """Size of one slot over all sites, in bytes; 0 before `shape`."""

@@ -7,6 +7,7 @@ import logging
 from datetime import UTC, datetime
 
 from slotcar_sidecar.core.events import Event
+from slotcar_sidecar.core.ids import Epoch
 
 _log = logging.getLogger("slotcar.events")
 
@@ -42,9 +43,10 @@ def configure(log_format: str) -> None:
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
 
 
-def log_event(event: Event) -> None:
+def log_event(epoch: Epoch, event: Event) -> None:
     """Writes an event, with digests and secrets cut to a prefix."""
     fields = {
+        "epoch": epoch,
         "generation": event.generation,
         "adapter": str(event.name or ""),
         "digest": event.digest.short if event.digest else "",

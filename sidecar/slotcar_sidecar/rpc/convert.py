@@ -39,6 +39,8 @@ _SITE_KINDS: dict[int, str] = {
     model_pb2.SITE_KIND_LINEAR: "linear",
 }
 
+_MAX_SITES = 1 << 14
+
 T = TypeVar("T")
 
 
@@ -93,6 +95,8 @@ def from_model(model: ModelSpec) -> model_pb2.ModelSpec:
 
 
 def to_model(spec: model_pb2.ModelSpec) -> ModelSpec:
+    if len(spec.sites) > _MAX_SITES:
+        raise RequestInvalid("model_spec.sites", found=f"{len(spec.sites)} sites", wanted=f"at most {_MAX_SITES}")
     dtype = _DTYPE_NAMES.get(spec.dtype)
     if dtype is None and spec.dtype != tensor_pb2.DTYPE_UNSPECIFIED:
         raise RequestInvalid("model_spec.dtype", found=spec.dtype, wanted="a value of its enum")
@@ -111,7 +115,7 @@ def from_resident(resident: Resident, *, in_host: bool, sites: bool = False) -> 
     return adapter_pb2.Adapter(
         name=str(resident.name),
         digest=str(adapter.digest),
-        source=adapter.source,
+        source=resident.source,
         rank=adapter.rank,
         bytes=adapter.bytes,
         tier=tier if resident.slot is None else adapter_pb2.TIER_DEVICE,
@@ -153,11 +157,14 @@ def from_event(event: Event) -> adapter_service_pb2.Event:
 
 def to_entries(entries: list[engine_service_pb2.MappingEntry]) -> list[AdapterRef | None]:
     refs: list[AdapterRef | None] = []
+    parsed: dict[str, AdapterRef] = {}
     for index, entry in enumerate(entries):
         target = entry.WhichOneof("target")
         if target is None or (target == "base" and not entry.base):
             raise RequestInvalid(f"entries[{index}]", found="neither", wanted="ref, or base = true")
-        refs.append(AdapterRef.parse(entry.ref) if target == "ref" else None)
+        if target == "ref" and entry.ref not in parsed:
+            parsed[entry.ref] = AdapterRef.parse(entry.ref)
+        refs.append(parsed[entry.ref] if target == "ref" else None)
     return refs
 
 

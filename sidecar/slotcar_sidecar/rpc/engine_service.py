@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ from slotcar_sidecar.core.errors import RequestInvalid, ShuttingDown
 from slotcar_sidecar.core.ids import SessionId
 from slotcar_sidecar.core.session import DEFAULT_GRACE_SECONDS, Session
 from slotcar_sidecar.rpc import convert, status
-from slotcar_sidecar.rpc.interceptors import to_known
+from slotcar_sidecar.rpc.interceptors import ErrorInterceptor
 
 Context = aio.ServicerContext[Any, Any]
 
@@ -35,10 +35,10 @@ class ServerFacts:
 class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
     """For the engine beside the sidecar."""
 
-    def __init__(self, cache: AdapterCache, facts: ServerFacts, check_size: Callable[[Any], None]) -> None:
+    def __init__(self, cache: AdapterCache, facts: ServerFacts, errors: ErrorInterceptor) -> None:
         self._cache = cache
         self._facts = facts
-        self._check_size = check_size
+        self._errors = errors
 
     async def OpenSession(
         self, request: pb.OpenSessionRequest, context: Context
@@ -48,8 +48,9 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         attachment = session.attachment
         assert attachment is not None
         try:
-            layout = cache.layout
+            layout, clock = cache.layout, cache.environment.clock
             yield self._opened(session, resumed=bool(request.resume_session))
+            due = clock() + self._facts.heartbeat_seconds
             while session.attachment == attachment and session in cache.sessions:
                 if cache.closed:
                     raise ShuttingDown
@@ -57,8 +58,12 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
                     layout = cache.layout
                     version = convert.from_version(layout)
                     yield pb.OpenSessionResponse(version=version, layout=convert.from_layout(layout))
-                elif not await cache.wait_for_change(self._facts.heartbeat_seconds):
-                    yield pb.OpenSessionResponse(version=convert.from_version(layout), heartbeat=pb.Heartbeat())
+                elif clock() >= due:
+                    yield pb.OpenSessionResponse(version=convert.from_version(cache.layout), heartbeat=pb.Heartbeat())
+                else:
+                    await cache.wait_for_change(due - clock())
+                    continue
+                due = clock() + self._facts.heartbeat_seconds
         finally:
             cache.detach_session(session, attachment)
 
@@ -117,10 +122,12 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
                 try:
                     if not request.HasField("forward"):
                         raise RequestInvalid("forward", found="nothing", wanted="a request")
-                    self._check_size(request)
+                    self._errors.check_size(request)
                     yield pb.ForwardStreamResponse(forward=await self._forward(request.forward, "stream"))
                 except Exception as error:  # the stream goes on after a refusal
-                    yield pb.ForwardStreamResponse(error=status.to_message(to_known("ForwardStream", error)))
+                    yield pb.ForwardStreamResponse(
+                        error=status.to_message(self._errors.counted("ForwardStream", error))
+                    )
 
     async def _forward(self, request: pb.ForwardRequest, plane: str) -> pb.ForwardResponse:
         call = ForwardCall(
@@ -140,7 +147,12 @@ async def _ended_by(closing: asyncio.Event) -> AsyncIterator[None]:
     body = asyncio.current_task()
     assert body is not None
     watch = asyncio.create_task(closing.wait())
-    watch.add_done_callback(lambda watch: None if watch.cancelled() else body.cancel())
+
+    def end(watch: asyncio.Task[Any]) -> None:
+        if not watch.cancelled():
+            body.cancel()
+
+    watch.add_done_callback(end)
     try:
         yield
     except asyncio.CancelledError:
@@ -149,6 +161,7 @@ async def _ended_by(closing: asyncio.Event) -> AsyncIterator[None]:
         body.uncancel()
         raise ShuttingDown from None
     finally:
+        watch.remove_done_callback(end)
         watch.cancel()
 
 

@@ -8,6 +8,7 @@ from contextlib import aclosing
 from typing import Any, NoReturn
 
 import grpc
+from google.protobuf.message import Message
 from grpc import aio
 
 from slotcar_sidecar.core.errors import CapacityExceeded, InternalError, SlotcarError
@@ -55,6 +56,14 @@ class ErrorInterceptor(aio.ServerInterceptor):
                 wanted=self._max_message_bytes,
             )
 
+    def counted(self, name: str, error: Exception) -> SlotcarError:
+        """Counts a refusal. Gives the error, or InternalError, with the fault in the log, for a fault of our own."""
+        known = error if isinstance(error, SlotcarError) else InternalError()
+        if known is not error:
+            _log.error("fault in %s", name, exc_info=error)
+        self._count(name, known.reason.value)
+        return known
+
     def _unary(self, name: str, handler: Callable[[Any, Any], Awaitable[Any]]) -> Any:
         async def call(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
             try:
@@ -70,6 +79,8 @@ class ErrorInterceptor(aio.ServerInterceptor):
     def _streaming(self, name: str, handler: Callable[[Any, Any], Any]) -> Any:
         async def call(request: Any, context: aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
             try:
+                if isinstance(request, Message):
+                    self.check_size(request)
                 async with aclosing(handler(request, context)) as responses:
                     async for response in responses:
                         yield response
@@ -80,15 +91,6 @@ class ErrorInterceptor(aio.ServerInterceptor):
         return call
 
     async def _abort(self, name: str, error: Exception, context: aio.ServicerContext[Any, Any]) -> NoReturn:
-        known = to_known(name, error)
-        self._count(name, known.reason.value)
+        known = self.counted(name, error)
         details = ((DETAILS_KEY, to_status(known).SerializeToString()),)
         await context.abort(CODES[known.reason], known.message, details)
-
-
-def to_known(name: str, error: Exception) -> SlotcarError:
-    """The error itself, or InternalError, with the fault in the log, for what no caller can have caused."""
-    if isinstance(error, SlotcarError):
-        return error
-    _log.error("fault in %s", name, exc_info=error)
-    return InternalError()

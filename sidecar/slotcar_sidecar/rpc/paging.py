@@ -11,7 +11,7 @@ from slotcar_sidecar.core.errors import RequestInvalid
 
 T = TypeVar("T")
 
-_MAX_SNAPSHOTS = 16
+_MAX_SNAPSHOTS = 64
 _LIFE_SECONDS = 60.0
 _DEFAULT_PAGE = 100
 _MAX_PAGE = 1000
@@ -34,7 +34,7 @@ class _Snapshot(Generic[T]):
 
 
 class Pager(Generic[T]):
-    """Keeps the snapshots whose next page may still be asked for: at most 16, for at most a minute."""
+    """Keeps the snapshots whose next page may still be asked for: the newest 64, for a minute."""
 
     def __init__(self, clock: Callable[[], float], new_id: Callable[[], str]) -> None:
         self._clock = clock
@@ -50,7 +50,7 @@ class Pager(Generic[T]):
         """The page that a token names. Raises RequestInvalid when the token is unknown or its minute is over."""
         name, _, offset = token.rpartition(":")
         snapshot = self._snapshots.get(name)
-        if snapshot is None or not offset.isdecimal() or snapshot.expires_at < self._clock():
+        if snapshot is None or not offset.isdecimal() or len(offset) > 9 or snapshot.expires_at < self._clock():
             raise RequestInvalid("page_token", found=token[:100], wanted="a token of the last minute: list again")
         return self._page(name, snapshot, int(offset), page_size)
 

@@ -48,7 +48,7 @@ def make_server(cache: AdapterCache, max_message_bytes: int, heartbeat_seconds: 
     adapter_service_pb2_grpc.add_AdapterServiceServicer_to_server(
         AdapterService(cache, pager, heartbeat_seconds), server
     )
-    engine_service_pb2_grpc.add_EngineServiceServicer_to_server(EngineService(cache, facts, errors.check_size), server)
+    engine_service_pb2_grpc.add_EngineServiceServicer_to_server(EngineService(cache, facts, errors), server)
     servicer = health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     names = (

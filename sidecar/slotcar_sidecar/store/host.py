@@ -31,14 +31,9 @@ class HostTierLru:
             self._held.move_to_end(digest)
         return weights
 
-    def put(self, weights: HostAdapter) -> tuple[Digest, ...]:
-        """Stores an adapter as the most recently used and returns what was dropped for it, the oldest first.
-
-        Raises CapacityExceeded, and drops nothing, if it can never fit.
-        """
-        digest, size = weights.adapter.digest, weights.adapter.bytes
-        if self.get(digest) is not None:
-            return ()
+    def check(self, weights: HostAdapter) -> None:
+        """Raises CapacityExceeded if the adapter can never fit."""
+        size = weights.adapter.bytes
         if size > self.capacity_bytes:
             raise CapacityExceeded(
                 f"the adapter has {size} bytes, the host tier {self.capacity_bytes}",
@@ -46,6 +41,16 @@ class HostTierLru:
                 found=size,
                 wanted=f"at most {self.capacity_bytes}",
             )
+
+    def put(self, weights: HostAdapter) -> tuple[Digest, ...]:
+        """Stores an adapter as the most recently used and returns what was dropped for it, the oldest first.
+
+        Raises what `check` raises, and drops nothing then.
+        """
+        digest, size = weights.adapter.digest, weights.adapter.bytes
+        if self.get(digest) is not None:
+            return ()
+        self.check(weights)
         dropped = []
         while self._used_bytes + size > self.capacity_bytes:
             oldest = next(iter(self._held))

@@ -24,8 +24,8 @@ def test_an_owner_pins_exactly_what_it_said_last() -> None:
 
 def test_a_double_release_or_a_release_by_a_stranger_changes_nothing() -> None:
     pins = Pins().replace(A, [S0])
-    assert pins.release(B) == pins
-    assert pins.release(A).release(A) == Pins()
+    assert pins.replace(B, ()) == pins
+    assert pins.replace(A, ()).replace(A, ()) == Pins()
 
 
 def test_end_takes_every_owner() -> None:

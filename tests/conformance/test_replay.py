@@ -1,0 +1,140 @@
+"""Every call that says it is idempotent, made twice: the second changes nothing and answers as the first did."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from google.protobuf.message import Message
+from slotcar.v1 import adapter_service_pb2 as pb
+from slotcar.v1 import engine_service_pb2
+
+from tests.conformance.items import forward, item
+from tests.conformance.refusals import refused
+from tests.conformance.target import PATIENCE_SECONDS, Target
+
+
+def twice(target: Target, call: Callable[[], Any]) -> Any:
+    """The answer to a call whose repetition changes nothing and answers alike."""
+    first = call()
+    with target.unchanged():
+        assert same(call()) == same(first)
+    return first
+
+
+def same(answer: Message) -> Message:
+    """The answer without what may differ: how it came about."""
+    copy = type(answer)()
+    copy.CopyFrom(answer)
+    for field in ("already_resident", "timing"):
+        if field in copy.DESCRIPTOR.fields_by_name:
+            copy.ClearField(field)
+    return copy
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_load(target: Target, keep: bool) -> None:
+    first = twice(target, lambda: target.load("sql", keep=keep))
+    assert not first.already_resident
+    assert target.load("sql").already_resident
+    digest = first.adapter.digest
+    by_digest = target.load("sql", ref=f"sql@{digest}", source="")
+    assert same(by_digest) == same(first)
+    assert same(target.load("sql", on_conflict=pb.ON_CONFLICT_REPLACE)) == same(first)
+    assert first.adapter.keep == keep
+
+
+def test_loads_of_the_same_bytes_at_one_time_are_one(target: Target) -> None:
+    target.folder("sql")
+    with ThreadPoolExecutor(8) as pool:
+        together = threading.Barrier(8)
+
+        def load(number: int) -> pb.LoadAdapterResponse:
+            together.wait()
+            return target.load("sql", ref=f"sql-{number % 3}", source=str(target.root / "sql"))
+
+        answers = list(pool.map(load, range(8)))
+    assert len({answer.adapter.digest for answer in answers}) == 1
+    assert len({answer.adapter.slot for answer in answers}) == 1
+    state = target.state()
+    assert [adapter.name for adapter in state.adapters] == ["sql-0", "sql-1", "sql-2"]
+    assert [slot.digest for slot in state.layout.slots].count(answers[0].adapter.digest) == 1
+
+
+def test_an_unload(target: Target) -> None:
+    digest = target.load("sql").adapter.digest
+    request = pb.UnloadAdapterRequest(ref="sql")
+    assert target.adapters.UnloadAdapter(request, timeout=PATIENCE_SECONDS).digest == digest
+    for force in (False, True):
+        request.force = force
+        with target.unchanged():
+            refusal = refused(target.adapters.UnloadAdapter, request, timeout=PATIENCE_SECONDS)
+        assert refusal.reason == "ADAPTER_NOT_FOUND"
+        assert refusal.metadata == {"adapters": "sql"}
+
+
+def test_a_keep_and_its_end(target: Target) -> None:
+    target.load("sql")
+    for _ in range(2):
+        keep = pb.KeepAdapterRequest(ref="sql")
+        assert twice(target, lambda: target.adapters.KeepAdapter(keep, timeout=PATIENCE_SECONDS)).adapter.keep
+        release = pb.ReleaseKeepRequest(ref="sql")
+        answer = twice(target, lambda: target.adapters.ReleaseKeep(release, timeout=PATIENCE_SECONDS))
+        assert not answer.adapter.keep
+
+
+def test_a_get_and_an_estimate(target: Target) -> None:
+    loaded = target.load("sql")
+    get = pb.GetAdapterRequest(ref="sql")
+    answer = twice(target, lambda: target.adapters.GetAdapter(get, timeout=PATIENCE_SECONDS))
+    assert answer.adapter == loaded.adapter
+    estimate = pb.EstimateAdapterRequest(source=str(target.folder("chat")))
+    answer = twice(target, lambda: target.adapters.EstimateAdapter(estimate, timeout=PATIENCE_SECONDS))
+    assert answer.fits
+    assert target.load("chat").adapter.digest == answer.digest
+
+
+def test_the_end_of_a_session(target: Target) -> None:
+    target.load("sql")
+    with target.session() as session:
+        session.set_mapping("sql")
+        twice(target, lambda: target.close_session(session.id))
+    assert target.close_session("never-was").layout == target.close_session("").layout
+    assert target.state().adapters[0].pins == 0
+
+
+def test_the_end_of_a_mapping(target: Target) -> None:
+    target.load("sql")
+    with target.session() as session:
+        session.set_mapping("sql")
+        twice(target, session.release_mapping)
+        with target.unchanged():
+            session.release_mapping(99)
+        assert target.state().adapters[0].pins == 0
+
+
+def test_a_mapping(target: Target) -> None:
+    """Its generation is another, so that a Forward for the one is never taken for the other; all else is the same."""
+    target.load("sql")
+    with target.session() as session:
+        first = session.set_mapping("sql", None, "sql")
+        before = target.state()
+        second = session.set_mapping("sql", None, "sql")
+        assert second.entries == first.entries
+        assert second.generation > first.generation
+        after = target.state()
+        assert (after.adapters, after.layout.slots, after.gauges) == (before.adapters, before.layout.slots, before.gauges)
+
+
+def test_a_forward(target: Target) -> None:
+    target.load("sql")
+    with target.session() as session:
+        generation = session.set_mapping("sql", None).generation
+        base = {"mode": engine_service_pb2.FORWARD_MODE_ADD, "base": item(target, 3).x}
+        base["base"].columns = target.site.out_features
+        base["base"].inline = base["base"].inline[: 12 * target.site.out_features]
+        request = forward(session, generation, [2, 1], item(target, 3), item(target, 3, **base))
+        twice(target, lambda: target.engine.Forward(request, timeout=PATIENCE_SECONDS))

@@ -1,0 +1,272 @@
+"""Random clients against one real server: every Forward that was answered is recomputed offline from its digests.
+
+Three threads with a client each load, replace, unload, force, keep, map and compute on few slots, without any order
+between them; a fourth sends whatever generation it ever saw. What each of them did is a trace: its seed and its steps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import pytest
+import slotcar_client
+import torch
+from slotcar_client import Client, Session, SlotcarError
+
+from tests.faults.oracle import Library, spec_file
+from tests.faults.raw import RawEngine, array, refusal
+from tests.faults.waiting import eventually
+from tests.server import SidecarProcess
+
+SLOTS = 3
+STEPS = int(os.environ.get("HISTORY_STEPS", "1200"))
+SEED = int(os.environ.get("HISTORY_SEED", "20"))
+NAMES = ("a", "b", "c", "d")
+VERSIONS = (1, 2)
+# Wide enough that a fill and a kernel take a while, and that they meet.
+FEATURES = 512
+SITES = {f"layer.{index}": (FEATURES, FEATURES) for index in range(4)}
+OPERATORS = frozenset({"ADAPTER_CONFLICT", "ADAPTER_NOT_FOUND", "ADAPTER_NOT_RESIDENT", "SLOTS_EXHAUSTED"})
+ENGINES = frozenset({"ADAPTER_NOT_FOUND", "ADAPTER_NOT_RESIDENT"})
+LATE = frozenset({"LAYOUT_STALE", "MAPPING_NOT_FOUND", "SESSION_NOT_FOUND"})
+
+
+@dataclass
+class Answer:
+    """A Forward that was computed; `promised` are the digests of SetMapping, `digests` those of the answer."""
+
+    promised: tuple[str, ...]
+    digests: tuple[str, ...]
+    row_counts: tuple[int, ...]
+    site: str
+    x: torch.Tensor
+    found: torch.Tensor
+
+
+@dataclass
+class Actor:
+    """One client with its random choices. `steps` says what it did and how that ended."""
+
+    number: int
+    target: str
+    library: Library
+    answers: list[Answer] = field(default_factory=list)
+    steps: list[tuple[object, ...]] = field(default_factory=list)
+    reasons: Counter[str] = field(default_factory=Counter)
+    fault: BaseException | None = None
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(f"{SEED} {self.number}")
+        self.generator = torch.Generator().manual_seed(SEED * 100 + self.number)
+
+    def run(self) -> None:
+        try:
+            self.act()
+        except BaseException as error:
+            self.fault = error
+
+    def act(self) -> None:
+        raise NotImplementedError
+
+    def entries(self) -> list[str]:
+        """A few names and, as an empty one, the base model; more names than two are seldom all resident."""
+        names = self.random.sample(NAMES, self.random.choice((1, 1, 2)))
+        return [self.random.choice((*names, "")) for _ in range(self.random.randint(1, 5))]
+
+    def counts(self, entries: int) -> tuple[int, ...]:
+        return tuple(self.random.randint(0, 4) for _ in range(entries))
+
+    def input(self, rows: int) -> torch.Tensor:
+        return torch.randn(rows, FEATURES, generator=self.generator)
+
+    def note(self, *step: object) -> None:
+        self.steps.append(step)
+
+
+class Tenant(Actor):
+    """Operator and engine in one, with the real client."""
+
+    def act(self) -> None:
+        verbs = [self.load] * 3 + [self.replace] * 2 + [self.decode] * 10
+        verbs += [self.unload, self.force, self.release, self.reopen]
+        with slotcar_client.connect(self.target) as client:
+            self.client: Client = client
+            self.session: Session = client.session(f"tenant {self.number}", grace_seconds=0.2)
+            for _ in range(STEPS):
+                verb = self.random.choice(verbs)
+                self.attempt(verb, OPERATORS if verb != self.decode else ENGINES)
+            for name in NAMES:
+                self.attempt(lambda name=name: self.client.release_keep(name), OPERATORS)  # type: ignore[misc]
+            self.close()
+
+    def close(self) -> None:
+        self.reasons.update({f"recovered from {reason}": n for reason, n in self.session.recoveries.items()})
+        self.session.close()
+
+    def attempt(self, verb: Callable[[], object], allowed: frozenset[str]) -> None:
+        try:
+            verb()
+        except SlotcarError as error:
+            self.note("refused", error.reason)
+            self.reasons[error.reason] += 1
+            assert error.reason in allowed, (verb, error)
+
+    def source(self, name: str) -> Path:
+        return self.library.root / f"{name}{self.random.choice(VERSIONS)}"
+
+    def load(self) -> None:
+        name = self.random.choice(NAMES)
+        source = self.random.choice((self.source(name), None))
+        self.note("load", name, source and source.name)
+        self.client.load(name, source, keep=self.random.random() < 0.1)
+
+    def replace(self) -> None:
+        name = self.random.choice(NAMES)
+        source = self.source(self.random.choice(NAMES))
+        self.note("replace", name, source.name)
+        self.client.load(name, source, replace=True)
+
+    def unload(self) -> None:
+        name = self.random.choice(NAMES)
+        self.note("unload", name)
+        self.client.unload(name)
+
+    def force(self) -> None:
+        name = self.random.choice(NAMES)
+        self.note("unload --force", name)
+        self.client.unload(name, force=True)
+
+    def release(self) -> None:
+        name = self.random.choice(NAMES)
+        self.note("release", name)
+        self.client.release_keep(name)
+
+    def reopen(self) -> None:
+        """The session ends, or its stream breaks: it is resumed, or opened again and mapped by digest."""
+        if self.random.random() < 0.5:
+            self.note("cut")
+            self.session._stream.cancel()
+        else:
+            self.note("reopen")
+            self.close()
+            self.session = self.client.session(f"tenant {self.number}", grace_seconds=0.2)
+
+    def decode(self) -> None:
+        """A new mapping now and then, and some Forwards with the last."""
+        if self.session.mapping is None or self.random.random() < 0.4:
+            entries = self.entries()
+            self.note("map", *entries)
+            self.session.set_mapping([entry or slotcar_client.BASE for entry in entries])
+        mapping = self.session.mapping
+        assert mapping is not None
+        for _ in range(3):
+            counts = self.counts(len(mapping.entries))
+            site = self.random.choice(tuple(SITES))
+            x = self.input(sum(counts))
+            self.note("forward", site, counts)
+            found = self.session.forward({site: x}, counts)[site]
+            # The client has checked that the answer has these digests.
+            self.answers.append(Answer(mapping.entry_digests, mapping.entry_digests, counts, site, x, found))
+
+
+class Rude(Actor):
+    """An engine that goes on with any mapping and generation that it ever had."""
+
+    def act(self) -> None:
+        with RawEngine(self.target) as engine:
+            engine.open(grace_seconds=0.2)
+            known: list[tuple[int, int, tuple[str, ...]]] = []
+            for _ in range(STEPS * 3):
+                try:
+                    if not known or self.random.random() < 0.2:
+                        self.map(engine, known)
+                    else:
+                        self.forward(engine, *self.random.choice(known[-8:]))
+                except grpc.RpcError as error:
+                    reason = refusal(error).reason
+                    self.note("refused", reason)
+                    self.reasons[reason] += 1
+                    assert reason in ENGINES | LATE, error
+
+    def map(self, engine: RawEngine, known: list[tuple[int, int, tuple[str, ...]]]) -> None:
+        entries, mapping_id = self.entries(), self.random.randint(1, 2)
+        self.note("map", mapping_id, *entries)
+        response = engine.map(*entries, mapping_id=mapping_id)
+        known.append((mapping_id, response.generation, tuple(entry.digest for entry in response.entries)))
+
+    def forward(self, engine: RawEngine, mapping_id: int, generation: int, promised: tuple[str, ...]) -> None:
+        counts, site = self.counts(len(promised)), self.random.choice(tuple(SITES))
+        x = self.input(sum(counts))
+        self.note("forward", mapping_id, generation, site, counts)
+        answer = engine.forward(engine.request(generation, counts, {site: x.numpy()}, mapping_id))
+        found = torch.from_numpy(array(answer.outputs[0]))
+        self.answers.append(Answer(promised, tuple(answer.digests), counts, site, x, found))
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
+    """Two versions of each name; each has one site that the others of its name lack."""
+    library = Library(tmp_path_factory.mktemp("adapters"), SITES)
+    for number, name in enumerate(NAMES):
+        for version in VERSIONS:
+            sites = [site for index, site in enumerate(SITES) if index != (number + version) % len(SITES)]
+            library.write(f"{name}{version}", seed=10 * number + version, sites=sites, rank=4 * (number + version))
+    return library
+
+
+@pytest.fixture(scope="module")
+def sidecar(tmp_path_factory: pytest.TempPathFactory, library: Library) -> Iterator[SidecarProcess]:
+    folder = tmp_path_factory.mktemp("s")
+    extra = ("--model-spec", str(spec_file(folder, SITES)), "--compute-threads", "2")
+    with SidecarProcess(folder, library.root, slots=SLOTS, max_rank=32, extra=extra) as sidecar:
+        yield sidecar
+
+
+def test_no_row_of_any_history_is_wrong(sidecar: SidecarProcess, library: Library, tmp_path: Path) -> None:
+    """To see it fail: drop the second check_current in AdapterCache._forward, and the wait for readers in _fill."""
+    actors: list[Actor] = [Tenant(number, sidecar.target, library) for number in range(3)]
+    actors.append(Rude(3, sidecar.target, library))
+    threads = [threading.Thread(target=actor.run) for actor in actors]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    trace = tmp_path / "trace.json"
+    steps = {actor.number: actor.steps for actor in actors}
+    trace.write_text(json.dumps({"seed": SEED, "steps": steps}), encoding="utf-8")
+    replay = f"HISTORY_SEED={SEED} HISTORY_STEPS={STEPS} chooses the same steps; what was done is in {trace}"
+    for actor in actors:
+        assert actor.fault is None, f"actor {actor.number}: {actor.fault!r}; {replay}"
+        for answer in actor.answers:
+            assert answer.digests == answer.promised, f"actor {actor.number}: {answer}; {replay}"
+            wrong = library.wrong_rows(answer.digests, answer.row_counts, answer.site, answer.x, answer.found)
+            assert not wrong, f"actor {actor.number}: rows {wrong} of {answer}; {replay}"
+
+    # It was a history in which things happened.
+    reasons = sum((actor.reasons for actor in actors), Counter[str]())
+    assert sum(len(actor.answers) for actor in actors) > 2 * STEPS, reasons
+    for reason in ("LAYOUT_STALE", "SLOTS_EXHAUSTED", "recovered from LAYOUT_STALE", "recovered from STREAM_ENDED"):
+        assert reasons[reason] > 0, reasons
+    _nothing_is_left(sidecar, library)
+
+
+def _nothing_is_left(sidecar: SidecarProcess, library: Library) -> None:
+    """No pin, no keep, and every slot can be filled and emptied."""
+    with slotcar_client.connect(sidecar.target) as client:
+        eventually(lambda: not any(adapter.pins for adapter in client.list()), "the end of all pins")
+        for adapter in client.list():
+            assert not adapter.keep
+            client.unload(adapter.name)
+        assert {slot.state for slot in client.snapshot().layout.slots} == {"free"}
+        digests = {client.load(name, library.root / f"{name}1").digest for name in NAMES[:SLOTS]}
+        assert {slot.digest for slot in client.snapshot().layout.slots} == digests
+    assert "fault in " not in sidecar.log
