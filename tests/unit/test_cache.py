@@ -482,6 +482,7 @@ async def test_a_session_of_another_model_is_refused_and_leaves_nothing() -> Non
         ({"row_counts": [1 << 40, 1]}, RequestInvalid),
         ({"row_counts": [1000, 1000], "items": [ForwardItem(SITE, vector(2000))]}, CapacityExceeded),
         ({"items": []}, RequestInvalid),
+        ({"items": [ForwardItem(SITE, vector(2))] * 2}, RequestInvalid),
         ({"items": [ForwardItem("nowhere", vector(2))]}, SiteUnknown),
         ({"generation": 1 << 60}, LayoutStale),
     ],
@@ -527,3 +528,113 @@ async def test_an_estimate_says_why_not_and_has_no_effect() -> None:
     assert digest_of("a1") not in bench.cache.tiers.host
     assert bench.cache.layout.generation == 1
     assert weights_of("a1").adapter.digest == estimate.adapter.digest
+
+
+# What a review found
+
+
+async def test_the_version_that_is_replaced_is_served_until_the_name_moves() -> None:
+    bench = make_bench(2)
+    await loaded(bench, "a", "a1")
+    await loaded(bench, "b", "b1")
+    session = open_session(bench)
+    replacing = load(bench, "a", "a2", replace=True)
+    await settle()
+    bench.load_pool.run_one()
+    await settle()
+    assert map_names(bench, session, "a").digests == (str(digest_of("a1")),)
+    (result,) = await finish(bench, replacing)
+    assert result.resident.adapter.digest == digest_of("a2")
+    with pytest.raises(AdapterNotResident):
+        map_names(bench, session, "b", mapping_id=1)
+
+
+async def test_a_replace_whose_fill_fails_leaves_the_old_version_resident() -> None:
+    bench = make_bench(2)
+    await loaded(bench, "a", "a1")
+    await loaded(bench, "b", "b1")
+    bench.device.fail_fill = RuntimeError("broken")
+    with pytest.raises(RuntimeError):
+        await loaded(bench, "a", "a2", replace=True)
+    assert map_names(bench, open_session(bench), "a").digests == (str(digest_of("a1")),)
+
+
+async def test_a_forced_unload_while_a_load_of_the_same_bytes_wakes_up() -> None:
+    """The slot is freed between the end of the fill and the turn of the second load that waited for it."""
+    bench = make_bench(2)
+    first = load(bench, "a", "same")
+    second = load(bench, "b", "same")
+    for _ in range(2):
+        await settle()
+        bench.load_pool.run_one()
+    while not first.done():
+        await settle_one(bench)
+    bench.cache.unload(ref("a"), force=True)
+    one, two = await finish(bench, first, second)
+    assert one.resident.slot == 0
+    assert two.resident.slot is not None
+    bench.cache.check_integrity()
+
+
+async def settle_one(bench: Bench) -> None:
+    """One turn of the loop, and whatever job waits."""
+    await asyncio.sleep(0)
+    if bench.load_pool.jobs:
+        bench.load_pool.run_one()
+
+
+async def test_a_device_without_memory_refuses_the_session_and_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = make_bench(1, model=None)
+
+    def shape(model: object) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(bench.device, "shape", shape)
+    with pytest.raises(RuntimeError):
+        bench.cache.open_session("engine", 10.0, MODEL)
+    assert len(bench.cache.sessions) == 0
+    assert bench.cache.model is None
+
+
+async def test_each_name_comes_back_from_its_own_source() -> None:
+    bench = make_bench(1)
+    await loaded(bench, "a", "same")
+    await loaded(bench, "b", "same")
+    del bench.source.contents["/b"]
+    await loaded(bench, "c", "c1")
+    bench.cache.tiers.host.drop(digest_of("same"))
+    assert bench.cache.residency.describe(ref("a")).source == "/a"
+    assert (await loaded(bench, "a")).resident.slot == 0
+    await loaded(bench, "c")
+    bench.cache.tiers.host.drop(digest_of("same"))
+    with pytest.raises(SourceUnavailable):
+        await loaded(bench, "b")
+
+
+async def test_loads_beyond_a_few_wait_before_they_read() -> None:
+    bench = make_bench(8)
+    names = "abcdefgh"
+    tasks = [load(bench, name, f"{name}1") for name in names]
+    await settle()
+    assert len(bench.source.reads) == 4
+    await finish(bench, *tasks)
+    assert len(bench.source.reads) == len(names)
+
+
+async def test_names_are_bounded() -> None:
+    bench = make_bench(2)
+    for number in range(8):
+        await loaded(bench, f"n{number}", "same")
+    with pytest.raises(CapacityExceeded):
+        await loaded(bench, "more", "same")
+    await loaded(bench, "n0", "other", replace=True)
+
+
+async def test_a_pinned_digest_can_be_looked_up_after_its_name_has_moved() -> None:
+    bench = make_bench(3)
+    await loaded(bench, "a", "a1")
+    await loaded(bench, "alias", "a1")
+    session = open_session(bench)
+    map_names(bench, session, "a")
+    await loaded(bench, "a", "a2", replace=True)
+    assert bench.cache.residency.describe(ref(f"a@{digest_of('a1')}")).adapter.digest == digest_of("a1")

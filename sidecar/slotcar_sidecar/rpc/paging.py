@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ _MAX_SNAPSHOTS = 64
 _LIFE_SECONDS = 60.0
 _DEFAULT_PAGE = 100
 _MAX_PAGE = 1000
+_OFFSET = re.compile(r"[0-9]{1,9}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ class Pager(Generic[T]):
         """The page that a token names. Raises RequestInvalid when the token is unknown or its minute is over."""
         name, _, offset = token.rpartition(":")
         snapshot = self._snapshots.get(name)
-        if snapshot is None or not offset.isdecimal() or len(offset) > 9 or snapshot.expires_at < self._clock():
+        if snapshot is None or not _OFFSET.fullmatch(offset) or snapshot.expires_at < self._clock():
             raise RequestInvalid("page_token", found=token[:100], wanted="a token of the last minute: list again")
         return self._page(name, snapshot, int(offset), page_size)
 
