@@ -18,7 +18,6 @@ from slotcar_sidecar.core.errors import (
     CapacityExceeded,
     LayoutStale,
     ModelUnknown,
-    RequestInvalid,
     ShuttingDown,
     SlotcarError,
 )
@@ -60,7 +59,7 @@ class AdapterCache:
         self.forwards_in_flight = 0
         self.last_forward_at = environment.clock()
         self._environment = environment
-        self._limits = limits
+        self.limits = limits
         self._marks = Marks()
         self._fills: dict[Digest, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -118,12 +117,12 @@ class AdapterCache:
             return
         device = self.device
         needed = device.slots * model.slot_bytes(device.max_rank, ITEM_BYTES[device.slot_dtype])
-        if needed > self._limits.device_bytes:
+        if needed > self.limits.device_bytes:
             raise CapacityExceeded(
                 f"{device.slots} slots of rank {device.max_rank} for this model need {needed} bytes, "
-                f"the device may use {self._limits.device_bytes}: use fewer slots or a smaller --max-rank",
+                f"the device may use {self.limits.device_bytes}: use fewer slots or a smaller --max-rank",
                 found=needed,
-                wanted=self._limits.device_bytes,
+                wanted=self.limits.device_bytes,
             )
         device.shape(model)
         self.model = model
@@ -298,8 +297,7 @@ class AdapterCache:
     def set_mapping(self, session_id: SessionId, mapping_id: int, refs: Sequence[AdapterRef | None]) -> Mapping:
         """Resolves and pins in one step, all or nothing."""
         session = self.sessions.get(session_id)
-        if len(refs) > self._limits.max_entries:
-            raise RequestInvalid("entries", found=len(refs), wanted=f"at most {self._limits.max_entries}")
+        self.limits.check_entries("entries", len(refs))
         self.sessions.check_room(session, mapping_id)
         entries = self.residency.resolve(refs, session_id)
         if self.layout.generation <= session.last_generation:
@@ -356,7 +354,7 @@ class AdapterCache:
         rows = mapping.rows(call.row_counts)
         if self.model is None:
             raise ModelUnknown
-        check_forward(call, self.model, self._limits)
+        check_forward(call, self.model, self.limits)
         with self._marks.reading(mapping.slots):
             mapping.check_current(self.layout)
             self.residency.touch(mapping.slots)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from slotcar_sidecar.core.adapter import Adapter
+from slotcar_sidecar.core.errors import RequestInvalid
 from slotcar_sidecar.core.forward import ForwardItem
 from slotcar_sidecar.core.ids import Digest, SlotId
 from slotcar_sidecar.core.model import ModelSpec
@@ -143,3 +144,8 @@ class Limits:
     max_entries: int
     max_rows: int
     max_response_bytes: int
+
+    def check_entries(self, field: str, count: int) -> None:
+        """Raises RequestInvalid for more than the entries of the largest mapping; before they are looked at."""
+        if count > self.max_entries:
+            raise RequestInvalid(field, found=f"{count} of them", wanted=f"at most {self.max_entries}")

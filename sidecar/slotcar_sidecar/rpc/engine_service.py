@@ -96,6 +96,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         return pb.CloseSessionResponse(layout=convert.from_version(self._cache.layout))
 
     async def SetMapping(self, request: pb.SetMappingRequest, context: Context) -> pb.SetMappingResponse:
+        self._cache.limits.check_entries("entries", len(request.entries))
         refs = convert.to_entries(list(request.entries))
         mapping = self._cache.set_mapping(SessionId(request.session), request.mapping_id, refs)
         entries = [
@@ -130,6 +131,9 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
                     )
 
     async def _forward(self, request: pb.ForwardRequest, plane: str) -> pb.ForwardResponse:
+        # Counted first: tens of millions of empty parts fit into one message, and each becomes an object.
+        for field, parts in (("row_counts", request.row_counts), ("items", request.items)):
+            self._cache.limits.check_entries(field, len(parts))
         call = ForwardCall(
             SessionId(request.session),
             request.mapping_id,
