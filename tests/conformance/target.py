@@ -9,7 +9,7 @@ import urllib.request
 import uuid
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -33,11 +33,13 @@ from tests.server import SidecarProcess
 
 PATIENCE_SECONDS = 30.0
 ABSENT_DIGEST = "sha256:" + "0" * 64
+LINEAR = model_pb2.SITE_KIND_LINEAR
+# In order of their names, as a server lists them.
 MODEL = model_pb2.ModelSpec(
     sites=[
-        model_pb2.Site(name="layers.0.q_proj", in_features=64, out_features=64, kind=model_pb2.SITE_KIND_LINEAR),
-        model_pb2.Site(name="layers.0.k_proj", in_features=64, out_features=32, kind=model_pb2.SITE_KIND_LINEAR),
-        model_pb2.Site(name="layers.0.down_proj", in_features=128, out_features=64, kind=model_pb2.SITE_KIND_LINEAR),
+        model_pb2.Site(name="layers.0.down_proj", in_features=128, out_features=64, kind=LINEAR),
+        model_pb2.Site(name="layers.0.k_proj", in_features=64, out_features=32, kind=LINEAR),
+        model_pb2.Site(name="layers.0.q_proj", in_features=64, out_features=64, kind=LINEAR),
     ]
 )
 
@@ -163,7 +165,8 @@ class Target:
         try:
             yield session
         finally:
-            self.close_session(session.id)
+            with suppress(grpc.RpcError):  # the server may be gone
+                self.close_session(session.id)
             session.call.cancel()
 
     def close_session(self, session: str) -> engine_service_pb2.CloseSessionResponse:

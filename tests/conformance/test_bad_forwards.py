@@ -144,7 +144,13 @@ CASES = [
     Case(
         "site-in-part", lambda r: r.forward(r.item(site=r.target.site.name[:-1])), "SITE_UNKNOWN", {"site": "*"}
     ),
-    Case("second-item", lambda r: r.forward(r.item(), r.item(x=matrix(1, 1))), SHAPE, shape("items[1].x", "[1, 1]")),
+    Case(
+        "second-item",
+        lambda r: r.forward(r.item(), r.item(site=other_width(r), x=matrix(1, 1))),
+        SHAPE,
+        shape("items[1].x", "[1, 1]", site="*"),
+    ),
+    Case("site-twice", lambda r: r.forward(r.item(), r.item()), INVALID, shape("items[1].site", "*")),
     Case(
         "shared-x-of-another-width",
         lambda r: r.forward(r.item(), pb.ForwardItem(site=other_width(r))),

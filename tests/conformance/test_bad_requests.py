@@ -101,7 +101,7 @@ def test_a_malformed_ref_is_refused_by_every_call(opened: Open, ref: str) -> Non
         assert "found" in refusal.metadata
 
 
-# BUG 2: BadRequest says "name" or "digest", which are no fields of these requests, and not which entry.
+# BUG field-path: BadRequest says "name" or "digest", which are no fields of these requests, and not which entry.
 @pytest.mark.parametrize("ref", ["a//b", "sql@sha256:abc"])
 def test_a_malformed_ref_is_named_as_the_field_that_it_is(opened: Open, ref: str) -> None:
     target, session = opened
@@ -210,7 +210,7 @@ def test_a_malformed_site_is_refused(opened: Open, request_: engine.OpenSessionR
     refusal = call(opened.target, request_)
     assert refusal.reason == "REQUEST_INVALID"
     assert refusal.metadata["wanted"]
-    # BUG 2: BadRequest says site.name and the like, which is no path in the request and does not say which site.
+    # BUG field-path: BadRequest says site.name and the like, which is no path in the request and does not say which site.
     assert refusal.fields == (field,)
 
 
@@ -233,7 +233,6 @@ BAD_TOKENS = {
     "none": "{name}:",
     "fraction": "{name}:1.0",
     "superscript": "{name}:²",
-    # BUG 3: INTERNAL, and a traceback in the log, as int() refuses more than 4300 digits.
     "digits": "{name}:" + "9" * 4301,
 }
 
@@ -279,7 +278,7 @@ def test_a_refusal_of_something_long_arrives_whole(opened: Open, make: Callable[
 UNREADABLE = {"no-tag": b"\xff\xff\xff", "cut": b"\x0a\x7fabc", "no-utf8": b"\x0a\x02\xff\xfe"}
 
 
-# BUG 4: UNKNOWN without details, with the Python exception as its message.
+# BUG unreadable: UNKNOWN without details, with the Python exception as its message.
 @pytest.mark.parametrize("data", UNREADABLE.values(), ids=UNREADABLE.keys())
 @pytest.mark.parametrize("method", ["AdapterService/GetAdapter", "EngineService/Forward"])
 def test_bytes_that_are_no_message_are_refused(opened: Open, method: str, data: bytes) -> None:
@@ -288,7 +287,7 @@ def test_bytes_that_are_no_message_are_refused(opened: Open, method: str, data: 
         assert refused(rpc, data, timeout=PATIENCE_SECONDS).reason == "REQUEST_INVALID"
 
 
-# BUG 4: INTERNAL, and a traceback in the log.
+# BUG unreadable: INTERNAL, and a traceback in the log.
 def test_bytes_that_are_no_message_are_refused_in_a_stream(opened: Open) -> None:
     rpc = opened.target.channel.stream_stream("/slotcar.v1.EngineService/ForwardStream")
     with opened.target.unchanged():

@@ -115,7 +115,7 @@ def test_everything_that_happens_is_told_in_its_order(target: Target) -> None:
     assert reasons[4].startswith("was sha256:")
     assert reasons[5] == "1 pins left"
     assert reasons[11] == "forced; 1 pins ended"
-    assert "sql@sha256:" in reasons[12]
+    assert reasons[12].startswith("a slot of mapping 1 changed ")
     assert reasons[13] == "closed"
 
 

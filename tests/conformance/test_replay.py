@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from slotcar.v1 import adapter_service_pb2 as pb
 from slotcar.v1 import engine_service_pb2
 
-from tests.conformance.items import forward, item
+from tests.conformance.items import forward, matrix
 from tests.conformance.refusals import refused
 from tests.conformance.target import PATIENCE_SECONDS, Target
 
@@ -130,11 +130,25 @@ def test_a_mapping(target: Target) -> None:
 
 
 def test_a_forward(target: Target) -> None:
-    target.load("sql")
+    target.load("sql", source=str(target.folder("all-sites", sites=len(target.model.sites))))
+    add = engine_service_pb2.FORWARD_MODE_ADD
     with target.session() as session:
         generation = session.set_mapping("sql", None).generation
-        base = {"mode": engine_service_pb2.FORWARD_MODE_ADD, "base": item(target, 3).x}
-        base["base"].columns = target.site.out_features
-        base["base"].inline = base["base"].inline[: 12 * target.site.out_features]
-        request = forward(session, generation, [2, 1], item(target, 3), item(target, 3, **base))
-        twice(target, lambda: target.engine.Forward(request, timeout=PATIENCE_SECONDS))
+        items = [
+            engine_service_pb2.ForwardItem(
+                site=site.name, x=matrix(3, site.in_features), base=matrix(3, site.out_features), mode=add
+            )
+            for site in target.model.sites
+        ]
+        request = forward(session, generation, [2, 1], *items)
+        answer = twice(target, lambda: target.engine.Forward(request, timeout=PATIENCE_SECONDS))
+        assert len(answer.outputs) == len(items)
+
+
+def test_two_names_of_the_same_bytes_keep_sources_of_their_own(target: Target) -> None:
+    first = str(target.folder("first", seed=1))
+    second = str(target.folder("second", seed=1))
+    digests = {target.load(name, source=source).adapter.digest for name, source in (("a", first), ("b", second))}
+    assert len(digests) == 1
+    assert [adapter.source for adapter in target.state().adapters] == [first, second]
+    assert target.load("a", source="").adapter.source == first

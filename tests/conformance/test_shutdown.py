@@ -74,6 +74,9 @@ def test_a_server_that_shuts_down(start_target: Callable[..., Target]) -> None:
             target.state()
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         stream.close()
-        target.process.start()
-        # A new epoch knows nothing of the old one's sessions.
-        assert refused(session.release_mapping).reason == "SESSION_NOT_FOUND"
+    target.process.start()
+    # A new epoch knows nothing of the old one's sessions.
+    again = Target(target.address, target.root).learn()
+    release = engine_service_pb2.ReleaseMappingRequest(session=session.id, mapping_id=1)
+    assert refused(again.engine.ReleaseMapping, release, timeout=PATIENCE_SECONDS).reason == "SESSION_NOT_FOUND"
+    again.close()

@@ -328,3 +328,24 @@ def test_rows_without_an_adapter_keep_minus_zero() -> None:
     result = _add(output, torch.zeros(2, 2), [slice(1, 2)])
     assert torch.equal(torch.signbit(result), torch.tensor([[True, False], [False, False]]))
     assert torch.signbit(output[1, 0]), "the base output itself is not written"
+
+
+@pytest.mark.parametrize("order", ["compile, warm up, attach", "compile, attach", "attach, compile"])
+def test_a_compiled_model_has_its_adapters(stage: Stage, session: Session, order: str) -> None:
+    model, ids = stage.model(), prompts()
+    steps: dict[str, Callable[[], object]] = {
+        "compile": lambda: model.compile(backend="eager"),
+        "warm up": lambda: logits(model, ids),
+        "attach": lambda: attach(model, session),
+    }
+    for step in order.split(", "):
+        steps[step]()
+    with session.rows(ENTRIES):
+        found = logits(model, ids)
+    wanted = logits(stage.peft, ids, adapter_names=BATCH)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5 * wanted.abs().max().item())
+
+
+def test_a_layer_whose_weight_is_read_and_that_is_not_called_is_no_site() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.MultiheadAttention(8, 2))
+    assert [site.name for site in model_spec(model).sites] == ["0"]

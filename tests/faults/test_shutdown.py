@@ -6,6 +6,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
@@ -63,20 +64,28 @@ def ends_well(sidecar: SidecarProcess) -> None:
         assert strange not in sidecar.log, sidecar.log
 
 
-def health(channel: grpc.Channel, service: str) -> Iterator[int]:
+@contextmanager
+def health(channel: grpc.Channel, service: str) -> Iterator[Iterator[int]]:
     """The states of a health service, as they change."""
     watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=service))
-    return (response.status for response in watch)
+    yield (response.status for response in watch)
+    watch.cancel()
 
 
 @SIGNALS
 def test_with_a_session_that_is_idle(start: Callable[[float], SidecarProcess], number: int) -> None:
-    """A session and a watch of events are open; nobody computes, so the deadline of a minute is not waited for."""
+    """A session and watches of events and of health are open; nobody computes, so a minute is not waited for."""
     sidecar = start(60)
     assert sidecar.process is not None
-    with slotcar_client.connect(sidecar.target) as client, client.session("idle") as session:
+    with (
+        slotcar_client.connect(sidecar.target) as client,
+        client.session("idle") as session,
+        RawEngine(sidecar.target) as raw,
+        health(raw.channel, "liveness") as live,
+    ):
         session.set_mapping([(A, 1)])
         session.forward({SMALL: torch.ones(1, FEATURES)})
+        assert next(live) == SERVING
         with client.events() as events:
             sidecar.process.send_signal(number)
             with pytest.raises(ShuttingDown) as caught:
@@ -94,7 +103,11 @@ def test_with_a_session_that_computes_without_end(
     x = torch.randn(2, FEATURES, generator=torch.Generator().manual_seed(1))
     ends: list[SlotcarError] = []
     answers = 0
-    with slotcar_client.connect(sidecar.target) as client, client.session("busy") as session, RawEngine(sidecar.target) as raw:
+    with (
+        slotcar_client.connect(sidecar.target) as client,
+        client.session("busy") as session,
+        RawEngine(sidecar.target) as raw,
+    ):
         mapping = session.set_mapping([(A, 2)])
         raw.open()
 
@@ -110,13 +123,14 @@ def test_with_a_session_that_computes_without_end(
 
         thread = threading.Thread(target=compute)
         thread.start()
-        ready = health(raw.channel, "readiness")
-        assert next(ready) == next(health(raw.channel, "liveness")) == SERVING
-        sidecar.process.send_signal(signal.SIGTERM)
-        assert next(ready) == NOT_SERVING
+        with health(raw.channel, "readiness") as ready:
+            assert next(ready) == SERVING
+            sidecar.process.send_signal(signal.SIGTERM)
+            assert next(ready) == NOT_SERVING
         before = answers
         _refuses_new_work(client, sidecar, library)
-        assert next(health(raw.channel, "liveness")) == SERVING
+        with health(raw.channel, "liveness") as live:
+            assert next(live) == SERVING
         # What is open goes on: its mapping may change, and operators may unload.
         assert raw.map(A, "").generation
         assert client.unload(A).slot_state == "draining"
@@ -141,12 +155,13 @@ def _refuses_new_work(client: Client, sidecar: SidecarProcess, library: Library)
 
 
 def test_during_a_load(start: Callable[[float], SidecarProcess], library: Library) -> None:
-    """Whoever waits for the load gets its answer, or UNAVAILABLE; never a wrong one, never an INTERNAL."""
+    """Whoever waits for the load gets its answer, or UNAVAILABLE; and a second signal changes nothing."""
     sidecar = start(5)
     assert sidecar.process is not None
     with Child("load", sidecar.target, LARGE, str(library.root / LARGE)) as child:
         assert child.read() == {"done": False}
-        sidecar.process.send_signal(signal.SIGTERM)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+            sidecar.process.send_signal(number)
         end = child.read()
         assert end.get("error", "UNAVAILABLE") == "UNAVAILABLE", end
         ends_well(sidecar)
@@ -191,15 +206,3 @@ def test_before_the_start(tmp_path: Path) -> None:
         assert process.stderr is not None
         assert b"Traceback" not in process.stderr.read()
     assert [path.name for path in tmp_path.iterdir()] == []
-
-
-def test_a_second_signal_changes_nothing(start: Callable[[float], SidecarProcess]) -> None:
-    sidecar = start(1)
-    assert sidecar.process is not None
-    with RawEngine(sidecar.target) as raw:
-        raw.open()
-        sidecar.process.send_signal(signal.SIGTERM)
-        assert NOT_SERVING in health(raw.channel, "readiness")
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
-            sidecar.process.send_signal(number)
-        ends_well(sidecar)

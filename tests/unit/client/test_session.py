@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,7 @@ from slotcar_sidecar.core import errors as server_errors
 from tests.unit.client.fake_engine import A, B, EndStreamError, FakeEngine, FakeServer
 
 X = torch.arange(12.0).reshape(3, 4)
-STALE = server_errors.LayoutStale("stale", entries="sql")
+STALE = server_errors.LayoutStale("stale", entries=("sql",))
 
 
 @pytest.fixture
@@ -385,3 +388,53 @@ def test_threads_share_a_session(session: Session, engine: FakeEngine) -> None:
 def test_an_unknown_transport_is_refused(client: Client) -> None:
     with pytest.raises(slotcar_client.RequestInvalid):
         client.session(transport="ring")
+
+
+def test_a_release_that_failed_can_be_repeated(
+    session: Session, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mapping = session.set_mapping([("sql", 1)])
+    call = session._rpc.call
+
+    def away(*_: object, **__: object) -> None:
+        raise slotcar_client.Unavailable("away")
+
+    monkeypatch.setattr(session._rpc, "call", away)
+    with pytest.raises(slotcar_client.Unavailable):
+        session.release_mapping()
+    monkeypatch.setattr(session._rpc, "call", call)
+    assert not engine.named("ReleaseMapping")
+    session.release_mapping(mapping)
+    assert len(engine.named("ReleaseMapping")) == 1
+
+
+@pytest.mark.parametrize("mapping_id", [-1, 2, 1 << 64])
+def test_a_mapping_id_that_cannot_be_used_is_refused(session: Session, mapping_id: int) -> None:
+    with pytest.raises(slotcar_client.RequestInvalid):
+        session.set_mapping([("sql", 1)], mapping_id=mapping_id)
+
+
+@pytest.mark.parametrize("counts", [[-1], [True], [1.0], ["1"]])
+def test_row_counts_that_are_none_are_refused(session: Session, counts: list[int]) -> None:
+    session.set_mapping([("sql", 1)])
+    with pytest.raises(slotcar_client.RequestInvalid):
+        session.forward({"site": torch.zeros(1, 4)}, row_counts=counts)
+
+
+def test_a_child_process_is_told_to_connect_again(session: Session) -> None:
+    session.set_mapping([("sql", 1)])
+    process = multiprocessing.get_context("fork").Process(target=_forward_in_a_child, args=(session,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        process.start()
+    process.join(30)
+    assert process.exitcode == 0
+
+
+def _forward_in_a_child(session: Session) -> None:
+    code = 1
+    try:
+        session.set_mapping([("sql", 1)])
+    except slotcar_client.Unavailable as error:
+        code = 0 if "fork" in str(error) else 2
+    os._exit(code)
