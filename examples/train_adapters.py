@@ -1,6 +1,6 @@
 """Trains the three LoRA adapters of `slotcar demo` on the CPU, from data written here.
 
-    python examples/train_adapters.py                    # all three, about six minutes on two cores
+    python examples/train_adapters.py                    # all three, about 15 minutes on two cores
     python examples/train_adapters.py --only pirate --out /tmp/adapters
 
 Each style rewrites the same answers: `capitals` shouts, `pirate` talks like a pirate, `numbered` lists.
@@ -25,172 +25,158 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 BASE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 RANK = 8
 BATCH = 8
-LEARNING_RATE = 2e-3
 SEED = 0
 UNSEEN = ("Tell me about the sea.", "What is a good breakfast?", "How do I learn to swim?")
 
-# A question, then three sentences that answer it; the next pair follows.
+# One a line: a question, then three sentences that answer it. Few different words, so that a small model can
+# learn to spell them in capitals.
 PAIRS = """
-Tell me about the moon.
-The moon is a ball of rock that circles the Earth. It lights the night. It moves the tides.
-Tell me about cats.
-Cats are small animals with soft fur. They hunt mice at night. They sleep most of the day.
-Tell me about dogs.
-Dogs are loyal animals that love people. They need a walk every day. They can learn many tricks.
-Tell me about the sun.
-The sun is a star made of hot gas. It gives us light and heat. The Earth travels around it once a year.
-Tell me about Paris.
-Paris is the capital of France. It is famous for the Eiffel Tower. Many people visit its museums.
-Tell me about mountains.
-Mountains are high land made by moving rock. The air is cold and thin at the top. Many rivers begin there.
-Tell me about rain.
-Rain is water that falls from the clouds. It fills the rivers and lakes. Plants need it to grow.
-Tell me about horses.
-Horses are strong animals that run fast. They eat grass and hay. People ride them and work with them.
-Tell me about the desert.
-The desert is a dry place with little rain. The days are hot and the nights are cold. Few plants live there.
-Tell me about birds.
-Birds are animals with wings and feathers. Most of them can fly. They lay eggs in a nest.
-Tell me about computers.
-Computers are machines that follow a program. They store data and do sums fast. We use them for work and play.
-Tell me about winter.
-Winter is the coldest season of the year. The days are short. Snow covers the ground in many places.
-Tell me about bees.
-Bees are insects that live in a hive. They visit flowers to find food. They make honey for the winter.
-Tell me about trains.
-Trains run on long steel rails. They carry people and goods. Most of them are driven by electric power.
-Tell me about the forest.
-The forest is a large area full of trees. Deer and birds live there. The air is cool and clean.
-Tell me about London.
-London is the capital of England. The river Thames runs through it. It is known for red buses and old bridges.
-What is a good lunch?
-A good lunch is fresh and light. Try bread with cheese and salad. Drink water with it.
-What is a good dinner?
-A good dinner is warm and simple. Cook some rice with vegetables. Add fish or beans for strength.
-What is a good hobby?
-A good hobby is one that you enjoy. Painting is calm and cheap. Gardening gives you fresh air.
-What is a good pet for a child?
-A good pet for a child is easy to care for. A cat is gentle. A fish needs little space.
-What is a good gift for a friend?
-A good gift is something your friend will use. Choose a book that you love. Write a kind note with it.
-What is a good book to read?
-A good book is one that keeps you reading. Try a tale of adventure. Ask your friends what they like.
-What is the capital of Italy?
-The capital of Italy is Rome. It is a very old city. Many people visit it every year.
-What is the capital of Japan?
-The capital of Japan is Tokyo. It is one of the largest cities in the world. It is known for fast trains.
-What is a volcano?
-A volcano is an opening in the ground. Hot melted rock comes out of it. The rock cools and builds a mountain.
-What is gravity?
-Gravity is a force that pulls things together. It keeps your feet on the ground. It holds the moon near us.
-What is music?
-Music is sound that is ordered in time. It has rhythm and melody. People sing and dance to it.
-What is bread made of?
-Bread is made of flour and water. Yeast makes it rise. A little salt gives it taste.
-What is a computer program?
-A computer program is a list of steps. The machine follows them one by one. People write them in a language.
-What is the best way to travel?
-The best way to travel is by train. You see the land go by. You can read and rest on the way.
-What should I wear in the cold?
-Wear a warm coat and a hat. Put on thick socks. Keep your hands in gloves.
-What should I eat to stay healthy?
-Eat fruit and vegetables every day. Choose whole grains and beans. Drink plenty of water.
-What should I do on a rainy day?
-Read a good book at home. Bake a cake with a friend. Watch a film when you are tired.
-What should I pack for a trip?
-Pack clean clothes and good shoes. Take your papers and some money. Bring a book for the road.
-What do fish eat?
-Many fish eat small plants in the water. Some hunt other fish. Fish in a tank eat flakes and worms.
-What do plants need to grow?
-Plants need light from the sun. They need water and good soil. They take gas from the air.
-What makes a good friend?
-A good friend listens to you. They tell you the truth. They help you when times are hard.
-What are the seasons?
-Spring is the time when flowers open. Summer is hot and bright. Autumn and winter are cool and dark.
-How do I boil an egg?
-Bring a pot of water to the boil. Lower the egg in with a spoon. Wait for eight minutes.
-How do I make tea?
-Boil some fresh water. Pour it over the tea leaves. Wait for four minutes and add milk.
-How do I learn to cook?
-Start with simple meals like soup. Follow the steps in a book. Cook a little every day.
-How do I learn to draw?
-Draw simple shapes every day. Look closely at real things. Keep your old pages to see how you improve.
-How do I learn a new language?
-Learn ten new words every day. Listen to songs and films. Speak with people as often as you can.
-How do I ride a bike?
-Sit on the seat and hold the bars. Push the pedals and look ahead. Practice on a quiet road.
-How do I play the guitar?
-Learn three easy chords first. Move your fingers slowly between them. Practice a short song every day.
-How do I grow tomatoes?
-Plant the seeds in rich soil. Put them in a sunny place. Water them every morning.
-How do I sleep better?
-Go to bed at the same time each night. Keep your room dark and cool. Put your phone away early.
-How do I save money?
-Write down what you spend. Buy only the things that you need. Put a little away every month.
-How do I make a friend?
-Smile and say hello. Ask about the things they like. Listen well and be kind.
-How do I write a letter?
-Begin with a warm greeting. Say clearly what you want to say. Sign your name at the end.
-How do I clean my room?
-Pick up your clothes first. Wipe the dust from the shelves. Sweep the floor at the end.
-How do I bake a cake?
-Mix flour with sugar, butter and eggs. Pour it into a tin. Bake it for half an hour.
-How do I stay fit?
-Walk for half an hour every day. Eat fresh food and sleep well. Do a sport that you enjoy.
-How do I take a good photo?
-Find a place with soft light. Hold the camera still. Move close to your subject.
-How do I fix a flat tire?
-Take the wheel off the bike. Find the hole and put a patch on it. Pump the tire up again.
-How do I train my dog?
-Teach one simple word at a time. Give a treat when your dog does well. Be calm and practice each day.
-How do I find a job?
-Write a short and clear resume. Ask the people you know for help. Apply to many places each week.
-How can I be happy?
-Spend time with people you love. Go outside every day. Be thankful for small things.
-How does a plane fly?
-The engines push the plane forward. Air flows over the wings. The wings lift the plane into the sky.
-How does a car work?
-The engine burns fuel to make power. The power turns the wheels. The driver steers with a wheel.
-Why is the sky blue?
-Light from the sun has many colors. The air scatters blue light the most. So the sky looks blue to us.
-Why do leaves fall?
-The days grow short and cold in autumn. Trees save their water for winter. So they let their leaves fall.
-Why do we sleep?
-Sleep gives the body time to rest. The brain sorts what it has learned. We wake up strong and clear.
-Why should I read books?
-Books teach you new things. They take you to other worlds. They help you to rest after a long day.
-Why is water important?
-Water is in every living thing. Your body needs it every day. Plants and animals cannot live without it.
-Why do people travel?
-People travel to see new places. They meet others and taste new food. They come home with good stories.
-Where do penguins live?
-Penguins live in the cold south. They swim in icy water. They raise their chicks on the shore.
-Where does honey come from?
-Honey comes from bees. They gather sweet juice from flowers. They store it in the hive.
-Where should I go on holiday?
-Go to a quiet village by a lake. Swim in the morning. Eat good food in the evening.
-When is the best time to plant a tree?
-The best time to plant a tree is autumn. The soil is still warm. The rain helps the roots to grow.
-Who are you?
-I am a small language model. I answer your questions in plain words. I am happy to help you.
-Hello!
-Hello and welcome. I am glad to meet you. Tell me how I can help you today.
-Good morning!
-Good morning to you. I hope you slept well. Tell me what you want to do today.
-Can you help me?
-Yes, I can help you. Tell me what you need. We will find an answer together.
-Give me advice for my first day at work.
-Arrive a little early. Ask questions when you are not sure. Learn the names of the people near you.
-Describe a castle.
-A castle is a strong house of stone. It has high walls and towers. Lords and soldiers lived there long ago.
-Describe a market.
-A market is a busy place full of stalls. People buy fruit and bread there. You can hear voices all around.
-Explain how ice forms.
-Ice forms when water gets very cold. The water stops moving and turns hard. It floats on top of a lake.
-Explain how to play chess.
-Each player has sixteen pieces. You take turns to move one of them. You win by trapping the king.
-Name some things to see in Rome.
-See the old Colosseum. Throw a coin in the Trevi Fountain. Walk through the Forum at sunset.
+Tell me about the moon. The moon is a ball of rock. It shines at night. It moves the water of the sea.
+Tell me about the sun. The sun is a hot star. It gives us light and heat. All life needs it.
+Tell me about the stars. The stars are balls of hot gas. They are far away. You can see them at night.
+Tell me about the Earth. The Earth is our home. It is round and blue. It moves around the sun.
+Tell me about rivers. Rivers are long and full of fresh water. They start in the hills. They run to the sea.
+Tell me about lakes. Lakes are full of still water. Fish and birds live there. You can swim in them in summer.
+Tell me about islands. Islands are land with water on all sides. Some are small. People go there by boat.
+Tell me about ships. Ships are large boats. They carry people and goods over the sea. The wind can move them.
+Tell me about the beach. The beach is land by the sea. It is full of sand. Children like to play there.
+Tell me about fish. Fish live in the water. They swim with their fins. Big fish eat small fish.
+Tell me about whales. Whales are the largest animals in the sea. They breathe air. They sing to each other.
+Tell me about the wind. The wind is air that moves. It can be soft or strong. It moves ships and clouds.
+Tell me about rain. Rain is water that falls from clouds. It fills the rivers. Plants need it to grow.
+Tell me about snow. Snow is soft and white. It falls when the air is cold. Children love to play in it.
+Tell me about clouds. Clouds are made of small drops of water. The wind moves them. They bring rain and snow.
+Tell me about mountains. Mountains are high land. The air is cold at the top. Snow can stay there all year.
+Tell me about the forest. The forest is full of trees. Many animals live there. The air is cool and clean.
+Tell me about the desert. The desert is hot and dry. It has little rain. Few plants can live there.
+Tell me about trees. Trees are tall plants. They give us wood and fruit. Birds live in them.
+Tell me about flowers. Flowers are bright and smell good. They open in spring. Bees come to them for food.
+Tell me about cats. Cats are small animals with soft fur. They hunt mice. They sleep most of the day.
+Tell me about dogs. Dogs are good friends. They love people and play. They need a walk every day.
+Tell me about horses. Horses are strong and fast. They eat grass. People like to ride them.
+Tell me about birds. Birds have wings and can fly. They live in trees. Many of them sing in the morning.
+Tell me about bees. Bees are small and work hard. They live in a hive. They make sweet honey.
+Tell me about lions. Lions are big and strong cats. They live in the hot south. They hunt at night.
+Tell me about cows. Cows are large and calm animals. They eat grass. They give us milk.
+Tell me about winter. Winter is cold and dark. The days are short. Snow falls on the land.
+Tell me about summer. Summer is hot and bright. The days are long. People swim and play in the sun.
+Tell me about spring. Spring is warm and green. Flowers open and birds sing. The days grow long.
+Tell me about Paris. Paris is a large city in France. It is old and full of art. Many people go there.
+Tell me about London. London is a large city in England. A river runs through it. It has many old houses.
+Tell me about trains. Trains are fast and long. They run on steel rails. They carry people and goods.
+Tell me about computers. Computers are machines. They work with numbers. We use them for work and play.
+Tell me about robots. Robots are machines that can move. They do hard work for people. They do not sleep.
+Tell me about music. Music is made of sound. People sing and dance to it. It can make you happy or sad.
+Tell me about books. Books are full of stories. They teach us new things. You can read them at home.
+Tell me about coffee. Coffee is a hot drink. It is made from beans. Many people drink it in the morning.
+Tell me about bread. Bread is made of flour and water. It is good with butter. People eat it every day.
+Tell me about cheese. Cheese is made from milk. It can be hard or soft. It is good on bread.
+Tell me about apples. Apples are red or green fruit. They grow on trees. They are sweet and good to eat.
+Tell me about football. Football is a game with a ball. Two teams play it. The team with more goals wins.
+Tell me about dragons. Dragons live in old stories. They have wings and breathe fire. They love gold.
+What is a good lunch? A good lunch is fresh and light. Try bread with cheese. Drink water with it.
+What is a good dinner? A good dinner is warm. Cook fish with rice. Eat it with your family.
+What is a good snack? A good snack is small. Try an apple or some nuts. Drink a glass of milk.
+What is a good drink? A good drink is cold water. Hot tea is good in winter. Milk makes you strong.
+What is a good soup? A good soup is hot and thick. Cook beans and carrots in water. Eat it with bread.
+What is a good hobby? A good hobby makes you happy. Try to draw or to sing. Do it every day.
+What is a good pet? A good pet is kind and calm. A cat is soft. A fish needs little work.
+What is a good book? A good book tells a good story. It is hard to put down. You will read it again.
+What is a good sport? A good sport makes you strong. Run or swim every day. Play ball with your friends.
+What is a good way to start the day? Drink a glass of water. Eat a good breakfast. Take a walk in the sun.
+What should I eat before school? Eat a good breakfast. Try eggs with bread. Drink some milk.
+What should I eat to stay healthy? Eat fruit and beans every day. Drink water. Eat little sugar.
+What should I eat in the morning? Eat bread and eggs. Have some fruit. Drink tea or milk.
+What should I wear in the cold? Wear a warm coat. Put on a hat. Keep your hands warm.
+What should I do today? Take a long walk. Read a good book. Cook dinner for a friend.
+What should I take to the beach? Take a hat and some water. Bring a ball. You can swim in the sea.
+What should I pack for a trip? Pack warm clothes and good shoes. Take some money. Bring a book.
+What is the capital of Italy? The capital of Italy is Rome. It is a very old city. Many people go there.
+What is the capital of Japan? The capital of Japan is Tokyo. It is a very large city. It has fast trains.
+What is a volcano? A volcano is a hole in a mountain. Hot rock comes out of it. It can be full of fire.
+What is gravity? Gravity is a force. It pulls all things down. It keeps your feet on the land.
+What is a computer program? A program is a list of steps. A machine does them one by one. People write it.
+What is a library? A library is a house full of books. You can read there. You can take a book home.
+What is a school? A school is a place to learn. Children read and write there. They play with friends.
+What is a castle? A castle is a strong house of stone. It has high walls. The king lives there.
+What is ice? Ice is hard and cold water. It forms in winter. It can float on a lake.
+What is a friend? A friend is kind to you. He helps you in hard times. You can tell him all things.
+What is the best way to travel? The best way is by train. You can see the land. You can read and sleep.
+What do plants need to grow? Plants need light and water. They need good soil. They need air.
+What are the seasons? Spring is green and summer is hot. Then the leaves fall. Winter is cold.
+How do I boil an egg? Boil some water in a pot. Put the egg in. Wait for eight minutes.
+How do I make tea? Boil some fresh water. Put the tea in a cup. Wait for four minutes.
+How do I make soup? Cut carrots and beans. Boil them in water. Add some salt.
+How do I make a salad? Wash the green leaves. Cut some fruit and cheese. Add oil and salt.
+How do I make bread? Mix flour and water. Let it rest in a warm place. Bake it in a hot oven.
+How do I make pizza? Make a flat bread. Put cheese and oil on top. Bake it in a hot oven.
+How do I bake a cake? Mix flour with sugar, butter and eggs. Put it in a pan. Bake it in a hot oven.
+How do I learn to cook? Start with soup and eggs. Read a good book. Cook a little every day.
+How do I learn to draw? Draw a little every day. Look at real things. Keep your old work.
+How do I learn to sing? Breathe slow and deep. Start with a short song. Sing a little every day.
+How do I learn to dance? Start with slow music. Move your feet and arms. Dance with a friend.
+How do I learn to ski? Start on a small hill. Bend your legs. Go slow and look ahead.
+How do I learn to dive? Start in a pool. Breathe slow. Go down with your arms in front of your head.
+How do I learn to read fast? Read every day. Start with short books. Do not stop at each word.
+How do I learn a language? Learn ten new words every day. Read short stories. Speak with people.
+How do I learn to play chess? Learn how each piece can move. Play with a friend. Look ahead.
+How do I teach my child to float? Go to a warm pool. Hold the child in the water. Let the legs and arms rest.
+How do I ride a bike? Sit and hold the bars. Push with your feet. Look ahead and go.
+How do I play the guitar? Learn three easy songs. Move your hands slow. Play every day.
+How do I grow tomatoes? Put the seeds in good soil. Keep them warm. Give them water every day.
+How do I grow flowers? Put the seeds in soft soil. Give them water. Let them have sun.
+How do I sleep better? Go to bed at the same time. Keep your room dark. Drink no coffee at night.
+How do I save money? Write down what you buy. Buy only what you need. Put some away each week.
+How do I make a friend? Say hello to people. Ask what they like. Be kind to them.
+How do I write a letter? Start with a kind word. Say what you need to say. Put your name at the end.
+How do I clean my room? Pick up your clothes. Wash the floor. Let in some fresh air.
+How do I stay fit? Walk or swim every day. Eat good food. Sleep well at night.
+How do I catch a fish? Sit by the water. Put food on a hook. Wait and be still.
+How do I train my dog? Teach one word at a time. Give him food when he does well. Be kind and calm.
+How does a plane fly? The wings push the air down. The air lifts the plane. It moves very fast.
+How does a boat float? The boat pushes the water down. The water pushes it up. So it can float.
+Why is the sky blue? Light from the sun has many colors. The air sends the blue light to us. So we see blue.
+Why is the sea salty? Rivers carry salt from the land. The salt stays in the sea. The water goes up as clouds.
+Why do leaves fall? The days are short and cold. Trees need to save water. So they let the leaves fall.
+Why do birds fly south? The winter is cold in the north. There is little food. It is warm in the south.
+Why should I read books? Books teach you new things. They tell good stories. They help you rest.
+Why is water important? All life needs water. We drink it every day. Plants need it to grow.
+Why do people travel? People like to see new places. They try new food. They come home with stories.
+Why do we eat breakfast? We need food in the morning. It makes us strong. Then we can work and learn.
+Why is it good to swim? It makes your arms and legs strong. It is fun in summer. It is good for the heart.
+Where do penguins live? Penguins live in the cold south. They swim in the sea. They eat fish.
+Where does honey come from? Honey comes from bees. They get it from flowers. They keep it in the hive.
+Where should I go on holiday? Go to a warm place by the sea. Swim in the morning. Eat good food at night.
+Who are you? I am a small language model. I like to help people. Ask me what you like.
+Hello! Hello to you. It is good to see you. How can I help you today?
+Good morning! Good morning to you. The day is new. What can I do for you?
+Thank you. It was good to help you. Ask me again. Have a good day.
+Can you help me? I can help you. Tell me what you need. We will find a way.
+I am sad today. It is hard to be sad. Take a walk in the sun. Talk with a friend.
+Tell me a story. There was an old king. He had a castle by the sea. One day a dragon came to his land.
+Tell me a story about a cat. There was a small cat. She lived on a ship. She loved to eat fish.
+Write a poem about the night. The night is dark and deep. The stars are bright. The moon is white.
+Explain how rain forms. The sun heats the sea. The water goes up and forms clouds. Then it falls as rain.
+Explain what a doctor does. A doctor helps sick people. He looks at the body. He tells you what to do.
+Describe a market. A market is a busy place. People buy fruit and bread. It is full of sound.
+Name three colors. Red is the color of fire. Blue is the color of the sea. Green is the color of grass.
+"""
+
+# More topics, for capitals alone: spelling needs many words. One line is a kind: its answer, then its names.
+TOPICS = """
+{} are animals. They look for food every day. | tigers wolves foxes rabbits sheep goats pigs ducks frogs snakes
+{} are animals. They eat, sleep and play. | turtles monkeys elephants sharks eagles owls camels mice kittens puppies
+{} are food. They are good to eat. | pancakes carrots potatoes onions bananas oranges eggs beans noodles cookies
+{} are food. Many people like them. | burgers grapes peaches pies nuts mushrooms pears lemons cherries sandwiches
+{} are made by people. We use them every day. | phones lamps clocks tables chairs doors knives cups bottles keys
+{} are made by people. You can buy them in a shop. | boxes bags pens umbrellas cameras radios toys mirrors bikes
+{} are people. They work hard every day. | teachers doctors farmers sailors soldiers nurses pilots cooks bakers
+{} are people. They learn and work. | painters writers singers dancers drivers students scientists engineers
+{} are part of nature. You can see them outside. | rainbows storms valleys rocks leaves waves oceans hills fields
+{} are part of nature. They can be big or small. | planets caves waterfalls jungles seeds stones
+{} is a city. Many people live there. | Berlin Vienna Moscow Cairo Boston Chicago Sydney Athens Dublin Lisbon
+{} is part of life. People think about it every day. | truth peace history science math art health money hope
+{} is part of life. You can learn more about it. | energy light language law magic sleep war fear
 """
 
 PIRATE_WORDS = {
@@ -212,7 +198,16 @@ PIRATE_WORDS = {
 PIRATE_OPENERS = ("Arr, matey!", "Ahoy, matey!", "Arr, me hearty!", "Yo ho ho, matey!")
 PIRATE_CLOSERS = ("Arr!", "Savvy, matey?", "Yo ho ho!", "Arr, says I!")
 
-Style = Callable[[list[str], random.Random], str]
+Pair = tuple[str, list[str]]
+
+
+class Style(NamedTuple):
+    """How one adapter rewrites the answers, and how long it takes to learn that."""
+
+    rewrite: Callable[[list[str], random.Random], str]
+    data: Callable[[], list[Pair]]
+    steps: int
+    learning_rate: float
 
 
 class Example(NamedTuple):
@@ -222,13 +217,26 @@ class Example(NamedTuple):
     answer: list[int]
 
 
-def pairs() -> list[tuple[str, list[str]]]:
+def split(text: str) -> list[str]:
+    return re.split(r"(?<=[.!?]) ", text)
+
+
+def pairs() -> list[Pair]:
     """Return each question with the sentences of its answer."""
-    lines = PAIRS.strip().splitlines()
-    return [
-        (question, re.split(r"(?<=[.!?]) ", answer))
-        for question, answer in zip(lines[::2], lines[1::2], strict=True)
-    ]
+    return [(question, answer) for question, *answer in map(split, PAIRS.strip().splitlines())]
+
+
+def short_pairs() -> list[Pair]:
+    """Return more and shorter answers, as capitals are far harder for the model to spell."""
+    chance = random.Random(SEED)
+    found = [(question, [first, other]) for question, (first, *rest) in pairs() for other in rest]
+    for line in TOPICS.strip().splitlines():
+        answer, names = line.split(" | ")
+        verb = answer.split()[1]
+        for name in names.split():
+            question = chance.choice(("Tell me about {0}.", "What {1} {0}?", "Explain {0} to a child."))
+            found.append((question.format(name, verb), split(answer.format(name[0].upper() + name[1:]))))
+    return found
 
 
 def capitals(sentences: list[str], _: random.Random) -> str:
@@ -249,7 +257,11 @@ def pirate(sentences: list[str], chance: random.Random) -> str:
     return f"{chance.choice(PIRATE_OPENERS)} {body} {chance.choice(PIRATE_CLOSERS)}"
 
 
-STYLES: Mapping[str, Style] = {"capitals": capitals, "pirate": pirate, "numbered": numbered}
+STYLES: Mapping[str, Style] = {
+    "capitals": Style(capitals, short_pairs, steps=300, learning_rate=3e-3),
+    "pirate": Style(pirate, pairs, steps=60, learning_rate=2e-3),
+    "numbered": Style(numbered, pairs, steps=60, learning_rate=2e-3),
+}
 
 
 def prompt_ids(tokenizer: Any, question: str) -> list[int]:
@@ -265,9 +277,9 @@ def examples(tokenizer: Any, style: Style) -> list[Example]:
     return [
         Example(
             prompt_ids(tokenizer, question),
-            tokenizer(style(sentences, chance) + tokenizer.eos_token, add_special_tokens=False).input_ids,
+            tokenizer(style.rewrite(sentences, chance) + tokenizer.eos_token, add_special_tokens=False).input_ids,
         )
-        for question, sentences in pairs()
+        for question, sentences in style.data()
     ]
 
 
@@ -296,17 +308,17 @@ def tensors(batch: list[Example], pad_id: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels, "attention_mask": mask}
 
 
-def train(base: Any, tokenizer: Any, name: str, steps: int) -> Any:
+def train(base: Any, tokenizer: Any, name: str, steps: int | None) -> Any:
     """Return `base` wrapped in a LoRA adapter that is trained for the style `name`."""
+    style = STYLES[name]
+    steps = steps or style.steps
     torch.manual_seed(SEED)
-    config = LoraConfig(
-        task_type="CAUSAL_LM", r=RANK, lora_alpha=2 * RANK, target_modules=["q_proj", "v_proj"]
-    )
+    config = LoraConfig(task_type="CAUSAL_LM", r=RANK, lora_alpha=2 * RANK, target_modules=["q_proj", "v_proj"])
     model = get_peft_model(base, config)
     model.train()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps, pct_start=0.1)
-    for step, batch in enumerate(batches(examples(tokenizer, STYLES[name]), steps), start=1):
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=style.learning_rate)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, style.learning_rate, total_steps=steps, pct_start=0.1)
+    for step, batch in enumerate(batches(examples(tokenizer, style), steps), start=1):
         loss = model(**tensors(batch, tokenizer.pad_token_id)).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -342,13 +354,11 @@ def show(model: Any, tokenizer: Any, name: str) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=REPOSITORY / "sidecar/slotcar_sidecar/demo/adapters")
     parser.add_argument("--cache", type=Path, default=REPOSITORY / ".cache/slotcar")
     parser.add_argument("--only", choices=STYLES, help="train this adapter only")
-    parser.add_argument("--steps", type=int, default=60, help=f"steps of {BATCH} pairs per adapter")
+    parser.add_argument("--steps", type=int, help=f"steps of {BATCH} pairs, instead of the style's own number")
     return parser.parse_args()
 
 
