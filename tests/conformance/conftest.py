@@ -44,7 +44,7 @@ def target(server: Target) -> Iterator[Target]:
 
 @pytest.fixture(scope="module")
 def start_target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Target]]:
-    """Starts servers with settings of their own, which end with the module: start_target(slots=2, extra=("--flag",))."""
+    """Starts servers with settings of their own, until the module ends: start_target(slots=2, extra=("--flag",))."""
     with ExitStack() as stack:
         yield lambda **settings: start(stack, *folders(tmp_path_factory), **settings)
 

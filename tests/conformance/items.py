@@ -46,13 +46,15 @@ def forward(session: Session, generation: int, rows: list[int], /, *items: Any, 
 
 def tensor(message: tensor_pb2.TensorRef) -> torch.Tensor:
     """The values of a message whose rows are not apart."""
-    shape, dtype = (message.rows, message.columns), TORCH[message.dtype]
-    return torch.frombuffer(bytearray(message.inline), dtype=dtype).reshape(shape) if message.rows else torch.empty(shape)
+    if not message.rows:
+        return torch.empty(0, message.columns, dtype=TORCH[message.dtype])
+    flat = torch.frombuffer(bytearray(message.inline), dtype=TORCH[message.dtype])
+    return flat.reshape(message.rows, message.columns)
 
 
 def delta(target: Target, name: str, x: torch.Tensor) -> torch.Tensor:
-    """What the sound adapter `name` adds at the first site, in float64."""
-    folder, site = target.root / name, target.site.name
-    weights = {key.removeprefix("base_model.model."): value.double() for key, value in tensors_of(folder).items()}
-    a, b = weights[f"{site}.lora_A.weight"], weights[f"{site}.lora_B.weight"]
+    """What the sound adapter `name` adds at the first site, in float64, of weights that are rounded as in a slot."""
+    folder, key = target.root / name, f"base_model.model.{target.site.name}.lora_"
+    weights, slot_dtype = tensors_of(folder), TORCH[target.server.slot_dtype]
+    a, b = (weights[f"{key}{side}.weight"].to(slot_dtype).double() for side in "AB")
     return alpha_of(folder) / len(a) * x.double() @ a.T @ b.T

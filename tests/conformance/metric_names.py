@@ -1,6 +1,6 @@
 """Prints the name, type and labels of every metric that a server shows once it has been used: the golden file.
 
-    .venv/bin/python -m tests.conformance.metric_names > tests/golden/metrics.txt
+.venv/bin/python -m tests.conformance.metric_names > tests/golden/metrics.txt
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def read_value(error: error_pb2.Error) -> Refusal:
 
 
 def has_field(message: Descriptor, path: str) -> bool:
-    """Whether a path such as items[0].x.dtype leads to a field, or a oneof, of the message; the request itself is ""."""
+    """Whether a path such as items[0].x.dtype leads to a field, or a oneof, of the message."""
     name, _, rest = path.partition(".")
     name, index = re.fullmatch(r"(\w+)(\[\d+\])?", name).groups()  # type: ignore[union-attr]
     if name in message.oneofs_by_name:

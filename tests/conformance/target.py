@@ -132,8 +132,8 @@ class Target:
         assert not page.next_page_token
         gauges = {}
         if self.metrics_url is not None:
-            wanted = ("slotcar_sessions", "slotcar_pins", "slotcar_adapters", "slotcar_adapters_kept")
-            gauges = {name: self.metrics()[name, ()] for name in wanted}
+            metrics, wanted = self.metrics(), ("slotcar_sessions", "slotcar_pins", "slotcar_adapters_kept")
+            gauges = {name: metrics[name, ()] for name in wanted}
         return State(page.layout, tuple(page.adapters), gauges)
 
     @contextmanager

@@ -151,9 +151,7 @@ BROKEN = [
     Case("dora", config({"use_dora": True}), UNSUPPORTED, IN_CONFIG | {"field": "use_dora"}),
     Case("ia3", config({"peft_type": "IA3"}), UNSUPPORTED, IN_CONFIG | {"field": "peft_type"}),
     Case("unknown-field", config({"invented": 1}), UNSUPPORTED, IN_CONFIG | {"field": "invented"}),
-    Case(
-        "head", weights(lambda t: tensors(t) | {f"{PREFIX}lm_head.weight": torch.ones(2, 2)}), UNSUPPORTED, IN_TENSOR
-    ),
+    Case("head", weights(lambda t: tensors(t) | {f"{PREFIX}lm_head.weight": torch.ones(2, 2)}), UNSUPPORTED, IN_TENSOR),
     Case("doubles", weights(lambda t: {n: v.double() for n, v in tensors(t).items()}), UNSUPPORTED, IN_TENSOR),
 ]
 # Sound adapters that do not fit the server.

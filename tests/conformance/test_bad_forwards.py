@@ -112,8 +112,12 @@ CASES = [
     Case("no-dtype", one(dtype=0), SHAPE, shape("items[0].x.dtype", "unspecified")),
     Case("short", one(inline=b"123"), SHAPE, shape("items[0].x.inline", "3 bytes")),
     Case("empty", one(inline=b""), SHAPE, shape("items[0].x.inline", "0 bytes")),
-    Case("long", lambda r: r.forward(r.item(x=r.x(inline=r.x().inline + b"\0"))), SHAPE, shape("items[0].x.inline", "*")),
-    Case("half-the-bytes", one(dtype=tensor_pb2.DTYPE_FLOAT32, inline=b"\0" * 12), SHAPE, shape("items[0].x.inline", "*")),
+    Case(
+        "long", lambda r: r.forward(r.item(x=r.x(inline=r.x().inline + b"\0"))), SHAPE, shape("items[0].x.inline", "*")
+    ),
+    Case(
+        "half-the-bytes", one(dtype=tensor_pb2.DTYPE_FLOAT32, inline=b"\0" * 12), SHAPE, shape("items[0].x.inline", "*")
+    ),
     Case("stride-too-small", one(row_stride=1), SHAPE, shape("items[0].x.row_stride", "1")),
     Case("stride-too-large", one(row_stride=2**40), SHAPE, shape("items[0].x.inline", "*")),
     Case("stride-of-64-bits", one(row_stride=2**64 - 1), SHAPE, shape("items[0].x.inline", "*")),
@@ -132,18 +136,14 @@ CASES = [
     # Items.
     Case("no-items", lambda r: r.forward(), INVALID, shape("items", "no item")),
     Case("no-x", lambda r: r.forward(pb.ForwardItem(site=r.target.site.name)), INVALID, shape("items[0].x", "nothing")),
-    Case(
-        "no-site", lambda r: r.forward(r.item(site="")), "SITE_UNKNOWN", {"field": "items[0].site", "site": ""}
-    ),
+    Case("no-site", lambda r: r.forward(r.item(site="")), "SITE_UNKNOWN", {"field": "items[0].site", "site": ""}),
     Case(
         "unknown-site",
         lambda r: r.forward(r.item(), r.item(site="model.layers.99.q_proj")),
         "SITE_UNKNOWN",
         {"field": "items[1].site", "site": "model.layers.99.q_proj"},
     ),
-    Case(
-        "site-in-part", lambda r: r.forward(r.item(site=r.target.site.name[:-1])), "SITE_UNKNOWN", {"site": "*"}
-    ),
+    Case("site-in-part", lambda r: r.forward(r.item(site=r.target.site.name[:-1])), "SITE_UNKNOWN", {"site": "*"}),
     Case(
         "second-item",
         lambda r: r.forward(r.item(), r.item(site=other_width(r), x=matrix(1, 1))),

@@ -137,7 +137,7 @@ def test_an_entry_without_a_target_is_refused_by_its_index(opened: Open, bad: en
 
 
 def test_repeated_entries_and_none_at_all_are_mappings(opened: Open) -> None:
-    target, session = opened
+    session = opened.session
     answer = session.set_mapping("sql", "sql", None, None, "sql", mapping_id=2)
     assert [found.digest != "" for found in answer.entries] == [True, True, False, False, True]
     assert len({found.slot for found in answer.entries if found.digest}) == 1
@@ -210,7 +210,7 @@ def test_a_malformed_site_is_refused(opened: Open, request_: engine.OpenSessionR
     refusal = call(opened.target, request_)
     assert refusal.reason == "REQUEST_INVALID"
     assert refusal.metadata["wanted"]
-    # BUG field-path: BadRequest says site.name and the like, which is no path in the request and does not say which site.
+    # BUG field-path: BadRequest says site.name and the like, which does not say which site.
     assert refusal.fields == (field,)
 
 

@@ -86,9 +86,7 @@ def test_everything_that_happens_is_told_in_its_order(target: Target) -> None:
             target.load("sql")
             generation = session.set_mapping("sql").generation
             unload(target, "sql", force=True)
-            refused(
-                target.engine.Forward, forward(session, generation, [1], item(target, 1)), timeout=PATIENCE_SECONDS
-            )
+            refused(target.engine.Forward, forward(session, generation, [1], item(target, 1)), timeout=PATIENCE_SECONDS)
         told = take(events, 14)
     assert brief(told) == [
         "SESSION_OPENED",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import grpc
 import pytest
@@ -15,7 +17,7 @@ from tests.conformance.items import forward, item, matrix
 from tests.conformance.refusals import Refusal, read_value, refused
 from tests.conformance.target import MODEL, PATIENCE_SECONDS, Streamed, Target
 
-MESSAGE_BYTES, RESPONSE_BYTES, ADAPTER_BYTES, HOST_BYTES = 64 << 10, 24 << 10, 24_000, 20_000
+MESSAGE_BYTES, RESPONSE_BYTES, ADAPTER_BYTES, HOST_BYTES = 1 << 20, 24 << 10, 24_000, 20_000
 SESSIONS, MAPPINGS, ENTRIES, ROWS, SLOTS = 4, 3, 64, 96, 48
 SETTINGS = {
     "max-message-bytes": MESSAGE_BYTES,
@@ -86,7 +88,7 @@ def test_a_forward_above_the_limit_is_refused_with_sizes(limited: Target) -> Non
     stream.close()
 
 
-@pytest.mark.parametrize("factor", [5, 100])
+@pytest.mark.parametrize("factor", [5, 20])
 def test_a_message_far_above_the_limit_ends_the_call_and_nothing_else(limited: Target, factor: int) -> None:
     limited.load("sql")
     stream = Streamed(limited)
@@ -115,11 +117,32 @@ def test_any_other_message_above_the_limit_is_refused(limited: Target) -> None:
 
 
 def test_a_session_request_above_the_limit_is_refused(limited: Target) -> None:
-    sites = [model_pb2.Site(name=f"{'x' * 400}{n}", in_features=1, out_features=1) for n in range(200)]
+    sites = [model_pb2.Site(name=f"{'x' * 400}{n}", in_features=1, out_features=1) for n in range(2600)]
     request = engine_service_pb2.OpenSessionRequest(model_spec=model_pb2.ModelSpec(sites=sites))
     with limited.unchanged():
         refusal = refused(next, limited.engine.OpenSession(request, timeout=PATIENCE_SECONDS))
     assert found_and_wanted(refusal) == ("CAPACITY_EXCEEDED", str(request.ByteSize()), str(MESSAGE_BYTES))
+
+
+# BUG parsed-first: a message is read whole before it is measured, up to four times the largest request, and protobuf
+# makes 28 bytes of each of its bytes if its parts are small: 7 GB with the default settings.
+def test_a_message_above_the_limit_is_measured_before_it_is_read(limited: Target) -> None:
+    assert limited.process is not None
+    assert limited.process.process is not None
+    empty_entry = b"\x1a\x00"
+    data = empty_entry * (3 * MESSAGE_BYTES // len(empty_entry))
+    rpc = limited.channel.unary_unary("/slotcar.v1.EngineService/SetMapping")
+    before = peak_bytes(limited.process.process.pid)
+    refusal = refused(rpc, data, timeout=PATIENCE_SECONDS)
+    assert found_and_wanted(refusal) == ("CAPACITY_EXCEEDED", str(len(data)), str(MESSAGE_BYTES))
+    assert peak_bytes(limited.process.process.pid) - before < 8 * len(data)
+
+
+def peak_bytes(pid: int) -> int:
+    """The most memory that the process ever had."""
+    match = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(encoding="utf-8"))
+    assert match is not None
+    return int(match[1]) << 10
 
 
 def test_a_small_request_may_not_ask_for_a_larger_answer(limited: Target) -> None:
@@ -158,7 +181,7 @@ def test_more_entries_than_allowed_are_refused(limited: Target) -> None:
         with limited.unchanged():
             refusal = refused(session.set_mapping, *[None] * (ENTRIES + 1))
     assert (refusal.reason, refusal.fields) == ("REQUEST_INVALID", ("entries",))
-    assert (refusal.metadata["found"], refusal.metadata["wanted"]) == (str(ENTRIES + 1), f"at most {ENTRIES}")
+    assert (refusal.metadata["found"], refusal.metadata["wanted"]) == (f"{ENTRIES + 1} of them", f"at most {ENTRIES}")
 
 
 def test_more_mappings_than_allowed_are_refused(limited: Target) -> None:

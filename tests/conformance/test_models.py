@@ -15,6 +15,7 @@ from tests.conformance.target import MODEL, PATIENCE_SECONDS, Streamed, Target
 from tests.tolerances import assert_close
 
 MOST_FEATURES = 1 << 24
+FULL = model_pb2.ModelSpec(sites=MODEL.sites, dtype=tensor_pb2.DTYPE_BFLOAT16, fingerprint="a")
 
 
 def opening(target: Target, **request: object) -> Callable[[], object]:
@@ -73,13 +74,29 @@ def test_a_server_without_a_model_waits_for_one(start_target: Callable[..., Targ
     with target.session() as session:
         assert not session.opened.HasField("model_spec")
 
-    target.learn(MODEL)
-    assert target.model == MODEL
+    target.learn(FULL)
+    assert (list(target.model.sites), target.model.fingerprint) == (list(MODEL.sites), FULL.fingerprint)
     # The bytes were kept in the host tier when the model was unknown: the digest is enough.
     assert target.load("sql", ref=f"sql@{estimate.digest}", source="").adapter.digest == estimate.digest
     target.load("chat")
     check_forward(target, "sql")
     check_forward(target, "chat")
+    check_dtype_and_fingerprint(target)
+
+
+def check_dtype_and_fingerprint(target: Target) -> None:
+    """They are compared where both sides have one."""
+    for fields, difference in (
+        ({"dtype": tensor_pb2.DTYPE_FLOAT16}, "dtype: server bfloat16, engine float16"),
+        ({"fingerprint": "b"}, "fingerprint: server a, engine b"),
+    ):
+        other = model_pb2.ModelSpec(sites=MODEL.sites, **fields)
+        with target.unchanged():
+            refusal = refused(opening(target, model_spec=other))
+        assert (refusal.reason, refusal.metadata) == ("MODEL_MISMATCH", {"difference": difference})
+    for agreeing in (MODEL, FULL):
+        with target.session(model_spec=agreeing) as session:
+            assert session.opened.model_spec == target.model
 
 
 def test_a_model_that_memory_cannot_hold_is_refused_and_forgotten(start_target: Callable[..., Target]) -> None:
@@ -134,23 +151,6 @@ def test_the_same_model_in_another_order_agrees(target: Target) -> None:
     model = model_pb2.ModelSpec(sites=reversed(target.model.sites), dtype=target.model.dtype)
     with target.session(model_spec=model) as session:
         assert session.opened.model_spec == target.model
-
-
-def test_dtype_and_fingerprint_are_compared_where_both_have_one(start_target: Callable[..., Target]) -> None:
-    target = start_target()
-    full = _changed(MODEL, lambda m: m.MergeFrom(model_pb2.ModelSpec(dtype=tensor_pb2.DTYPE_BFLOAT16, fingerprint="a")))
-    target.learn(full)
-    for fields, difference in (
-        ({"dtype": tensor_pb2.DTYPE_FLOAT16}, "dtype: server bfloat16, engine float16"),
-        ({"fingerprint": "b"}, "fingerprint: server a, engine b"),
-    ):
-        other = model_pb2.ModelSpec(sites=MODEL.sites, **fields)
-        with target.unchanged():
-            refusal = refused(opening(target, model_spec=other))
-        assert (refusal.reason, refusal.metadata) == ("MODEL_MISMATCH", {"difference": difference})
-    for agreeing in (MODEL, full):
-        with target.session(model_spec=agreeing) as session:
-            assert session.opened.model_spec == target.model
 
 
 def test_a_session_is_not_resumed_with_another_model_and_lives_on(target: Target) -> None:

@@ -78,10 +78,9 @@ def test_an_unload(target: Target) -> None:
 
 def test_a_keep_and_its_end(target: Target) -> None:
     target.load("sql")
+    keep, release = pb.KeepAdapterRequest(ref="sql"), pb.ReleaseKeepRequest(ref="sql")
     for _ in range(2):
-        keep = pb.KeepAdapterRequest(ref="sql")
         assert twice(target, lambda: target.adapters.KeepAdapter(keep, timeout=PATIENCE_SECONDS)).adapter.keep
-        release = pb.ReleaseKeepRequest(ref="sql")
         answer = twice(target, lambda: target.adapters.ReleaseKeep(release, timeout=PATIENCE_SECONDS))
         assert not answer.adapter.keep
 
@@ -126,7 +125,9 @@ def test_a_mapping(target: Target) -> None:
         assert second.entries == first.entries
         assert second.generation > first.generation
         after = target.state()
-        assert (after.adapters, after.layout.slots, after.gauges) == (before.adapters, before.layout.slots, before.gauges)
+        assert after.adapters == before.adapters
+        assert after.layout.slots == before.layout.slots
+        assert after.gauges == before.gauges
 
 
 def test_a_forward(target: Target) -> None:

@@ -90,6 +90,12 @@ class Actor:
     def note(self, *step: object) -> None:
         self.steps.append(step)
 
+    def refused(self, reason: str, allowed: frozenset[str]) -> None:
+        step = self.steps[-1]
+        self.note("refused", reason)
+        self.reasons[reason] += 1
+        assert reason in allowed, f"{step} was refused with {reason}"
+
 
 class Tenant(Actor):
     """Operator and engine in one, with the real client."""
@@ -115,9 +121,7 @@ class Tenant(Actor):
         try:
             verb()
         except SlotcarError as error:
-            self.note("refused", error.reason)
-            self.reasons[error.reason] += 1
-            assert error.reason in allowed, (verb, error)
+            self.refused(error.reason, allowed)
 
     def source(self, name: str) -> Path:
         return self.library.root / f"{name}{self.random.choice(VERSIONS)}"
@@ -191,10 +195,7 @@ class Rude(Actor):
                     else:
                         self.forward(engine, *self.random.choice(known[-8:]))
                 except grpc.RpcError as error:
-                    reason = refusal(error).reason
-                    self.note("refused", reason)
-                    self.reasons[reason] += 1
-                    assert reason in ENGINES | LATE, error
+                    self.refused(refusal(error).reason, ENGINES | LATE)
 
     def map(self, engine: RawEngine, known: list[tuple[int, int, tuple[str, ...]]]) -> None:
         entries, mapping_id = self.entries(), self.random.randint(1, 2)

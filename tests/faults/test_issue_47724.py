@@ -219,9 +219,7 @@ def test_an_engine_that_ignores_everything_is_refused(
             assert torch.equal(torch.from_numpy(array(answer.outputs[0])), first)
 
 
-def test_a_session_comes_back_by_digest_after_a_c_a(
-    client: Client, library: Library, digests: dict[str, str]
-) -> None:
+def test_a_session_comes_back_by_digest_after_a_c_a(client: Client, library: Library, digests: dict[str, str]) -> None:
     with client.session("engine") as session:
         decoder = Decoder(session, library)
         session.set_mapping([(B, 1), (A, 2)])

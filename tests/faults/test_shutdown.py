@@ -94,9 +94,7 @@ def test_with_a_session_that_is_idle(start: Callable[[float], SidecarProcess], n
         ends_well(sidecar)
 
 
-def test_with_a_session_that_computes_without_end(
-    start: Callable[[float], SidecarProcess], library: Library
-) -> None:
+def test_with_a_session_that_computes_without_end(start: Callable[[float], SidecarProcess], library: Library) -> None:
     """It is served until the deadline and then gets UNAVAILABLE. New sessions and loads are refused at once."""
     sidecar = start(1.5)
     assert sidecar.process is not None

@@ -15,10 +15,15 @@ import pytest
 import slotcar_client
 import torch
 from google.protobuf import duration_pb2
+from grpc import aio
+from grpc._cython import cygrpc
 from slotcar.v1 import adapter_service_pb2
 from slotcar.v1 import engine_service_pb2 as pb
 from slotcar_client import Client
+from slotcar_client.rpc import _OPTIONS as client_options
+from slotcar_sidecar.rpc.server import make_server
 
+from tests.fakes.parts import make_bench
 from tests.faults.child import Child
 from tests.faults.oracle import Library, spec_file
 from tests.faults.raw import RawEngine, array, refusal
@@ -61,7 +66,7 @@ def client(sidecar: SidecarProcess, library: Library) -> Iterator[Client]:
             client.load(name, library.root / name)
         yield client
         gauges = Gauges(sidecar)
-        eventually(lambda: gauges.read("slotcar_sessions") == gauges.read("slotcar_pins") == 0, "the end of all sessions")
+        eventually(lambda: gauges.read("slotcar_sessions") == gauges.read("slotcar_pins") == 0, "the end of sessions")
         for name in (A, B, C):
             client.load(name, library.root / name)
     # What gRPC itself says of a client that is gone is no fault of the sidecar's.
@@ -284,12 +289,42 @@ def test_a_client_that_slept_past_its_grace(
             assert client.get(A).pins == 1
 
 
+def test_grpc_knows_every_option_that_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes an unknown one in silence, and the keepalive that a session's life hangs on is not what it seems."""
+    set_by_server: list[str] = []
+
+    def server(*, options: list[tuple[str, object]], **_: object) -> aio.Server:
+        set_by_server.extend(name for name, _ in options)
+        raise InterruptedError
+
+    monkeypatch.setattr("slotcar_sidecar.rpc.server.aio.server", server)
+    with pytest.raises(InterruptedError):
+        make_server(make_bench(1).cache, 1 << 20, 1.0, lambda method, reason: None)
+    assert cygrpc.__file__ is not None
+    library = Path(cygrpc.__file__).read_bytes()
+    names = {*set_by_server, *(name for name, _ in client_options)}
+    assert len(names) > 8
+    assert {name for name in names if name.encode() + b"\0" not in library} == set()
+
+
+@pytest.mark.full
+def test_a_watch_that_sees_nothing_is_not_taken_for_abuse(client: Client) -> None:
+    """Its pings, one in 10 s, are within what the server allows: the third would end the connection otherwise."""
+    with client.events() as events:
+        timer = threading.Timer(65, events.close)
+        timer.start()
+        assert list(events) == []
+
+
 @pytest.mark.full
 def test_a_stopped_client_is_given_up_though_its_connection_stands(
     client: Client, sidecar: SidecarProcess, library: Library
 ) -> None:
     """Only the server's keepalive, 10 s and 10 s more, can tell a stopped process from a silent one."""
-    with Child("session", sidecar.target, str(GRACE_SECONDS), A, SMALL, str(FEATURES)) as child, watching(client) as events:
+    with (
+        Child("session", sidecar.target, str(GRACE_SECONDS), A, SMALL, str(FEATURES)) as child,
+        watching(client) as events,
+    ):
         opened = child.read()
         before = child.ask("compute")
         child.pause()

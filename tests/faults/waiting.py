@@ -30,7 +30,7 @@ class Watcher:
         self.seen: list[Event] = []
 
     def wait(self, kind: str, **wanted: object) -> Event:
-        """The next event of that kind with those fields, after all that were waited for before; fails at the deadline."""
+        """The next event of that kind with those fields, after those that were waited for; fails at the deadline."""
         timer = threading.Timer(PATIENCE_SECONDS, self._events.close)
         timer.start()
         try:

@@ -45,7 +45,12 @@ class Host:
 def load_host(cache: Path, work: Path, *, tiny: bool) -> Host:
     """The model, converted into `cache` at first; a tiny model's adapters are made in `work`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
+    torch.set_num_threads(
+        1
+    )  # the sidecar computes beside it, and two OpenMP threads on a busy core wait for each other
     folder = tiny_llama_folder(cache) if tiny else smollm2_folder(cache)
     model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
     if tiny:
