@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from urllib.parse import quote
 
 from slotcar_client.errors import RequestInvalid
 
@@ -20,8 +21,9 @@ def default_target(environ: Mapping[str, str] = os.environ) -> str:
 
 def grpc_target(target: str) -> str:
     """The target as gRPC writes it. Raises RequestInvalid unless it is one of the three forms."""
-    if target.startswith("unix:") and len(target) > len("unix:"):
-        return target
+    path = target.removeprefix("unix:").removeprefix("//")
+    if target.startswith("unix:") and path:
+        return f"unix:{quote(path)}"
     address = target.removeprefix("tcp://")
     host, colon, port = address.rpartition(":")
     if not (colon and host and port.isdecimal()) or "/" in address:

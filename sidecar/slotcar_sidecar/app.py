@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
+from urllib.parse import quote
 
 from grpc import aio
 from grpc_health.v1 import health_pb2
@@ -114,7 +115,10 @@ def _make_cache(config: Config, metrics: Metrics, resources: contextlib.ExitStac
     )
     model = read_model(config)
     if model is not None:
-        cache.adopt_model(model)
+        try:
+            cache.adopt_model(model)
+        except SlotcarError as error:
+            raise StartError(error.message) from error
         _log.info("model", extra={"fields": {"sites": len(model.sites), "slot_bytes": device.slot_bytes()}})
     metrics.build(version=version("slotcar"), epoch=str(layout.epoch), device="cpu", slot_dtype=config.dtype)
     metrics.watch(functools.partial(_snapshot, cache))
@@ -187,15 +191,24 @@ def _bind(server: aio.Server, address: Address) -> Address:
     """Binds, and returns the address with the port that was given. A unix socket gets mode 0660."""
     try:
         if isinstance(address, TcpAddress):
-            return TcpAddress(address.host, server.add_insecure_port(address.authority))
+            port = address.port
+            for host in _resolved(address.host):
+                port = server.add_insecure_port(TcpAddress(host, port).authority)
+            return TcpAddress(address.host, port)
         umask = os.umask(0o117)
         try:
-            server.add_insecure_port(f"unix:{address.path}")
+            server.add_insecure_port(f"unix:{quote(str(address.path))}")
         finally:
             os.umask(umask)
         return address
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         raise StartError(f"cannot listen at {address}: {error}") from error
+
+
+def _resolved(host: str) -> list[str]:
+    """The addresses of a name: gRPC would be content with any one of them, though another server has the rest."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE | socket.AI_ADDRCONFIG)
+    return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
 @contextlib.contextmanager

@@ -147,12 +147,12 @@ class AdapterCache:
             raise
 
     async def _find_weights(self, call: LoadCall) -> tuple[HostAdapter, str | None]:
-        """The verified weights, and the source if the caller named one; bytes of a known digest are not read again."""
+        """The verified weights, and the caller's source if they were read there; a known digest is not read again."""
         ref, source = call.ref, call.source
         if source is not None:
             uri = await self.tiers.canonical(source)
             known = self.tiers.from_host(ref.digest) if ref.digest is not None else None
-            return known or await self.tiers.from_source(uri, ref.digest), uri
+            return (known, None) if known else (await self.tiers.from_source(uri, ref.digest), uri)
         digest = ref.digest or self.residency.digest_of(ref)
         known = self.tiers.from_host(digest)
         return known or await self.tiers.from_source(self.residency.source_of(ref), digest), None

@@ -61,7 +61,8 @@ def _serve_options(command: Command) -> Command:
 @_serve_options
 def serve(**settings: Any) -> None:
     """Run the sidecar until SIGTERM."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    for number in (signal.SIGTERM, signal.SIGINT):  # until there is something to shut down
+        signal.signal(number, lambda *_: os._exit(0))
     try:
         config = _make_config(settings)
     except ConfigError as error:

@@ -70,11 +70,12 @@ def parse_address(setting: str, text: str) -> Address:
     """unix:///path or tcp://host:port."""
     wanted = "unix:///path or tcp://host:port"
     try:
+        if text.startswith("unix:///"):
+            path = text.removeprefix("unix://")
+            if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES or not path.isprintable():
+                raise ConfigError(setting, text, f"a printable path of at most {MAX_SOCKET_PATH_BYTES} bytes")
+            return UnixAddress(Path(path))
         url = urlsplit(text)
-        if url.scheme == "unix" and not url.netloc and url.path.startswith("/"):
-            if len(os.fsencode(url.path)) > MAX_SOCKET_PATH_BYTES:
-                raise ConfigError(setting, text, f"a path of at most {MAX_SOCKET_PATH_BYTES} bytes")
-            return UnixAddress(Path(url.path))
         if url.scheme == "tcp" and url.hostname and url.port is not None and not url.path:
             return TcpAddress(url.hostname, url.port)
     except ValueError:

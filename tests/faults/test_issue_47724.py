@@ -330,6 +330,7 @@ def test_a_killed_server_comes_back_as_another_epoch(
             with pytest.raises(slotcar_client.AdapterNotFound, match=f"{A}@{digests[A]}"):
                 decoder.step()
         client.load(A, library.root / A, replace=True)
+        client.load(B, library.root / B)  # a replace loads the new bytes beside the old, in the other slot
         decoder.step()
         assert session.layout.version.epoch == snapshot.layout.version.epoch
         assert session.recoveries["SESSION_NOT_FOUND"] == 1

@@ -13,7 +13,6 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -102,8 +101,15 @@ def still_served(served: Served) -> Iterator[None]:
 
 
 def test_a_second_server_on_one_socket_is_refused(served: Served) -> None:
-    """To see it fail: leave out the lock in app._claimed; gRPC takes over a live server's socket in silence."""
-    code, said = serve("--listen", served.sidecar.target)
+    """Also while the first is only stopped, and so does not answer.
+
+    To see it fail: leave out the lock in app._claimed; gRPC takes over a live server's socket in silence.
+    """
+    served.sidecar.pause()
+    try:
+        code, said = serve("--listen", served.sidecar.target)
+    finally:
+        served.sidecar.resume()
     assert (code, str(served.path) in said) == (1, True), said
     assert served.path.is_socket()
 
@@ -134,18 +140,13 @@ def test_a_metrics_port_in_use_is_refused(served: Served, tmp_path: Path) -> Non
 
 def test_what_is_no_socket_is_refused_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("precious", encoding="utf-8")
-    (tmp_path / "link").symlink_to(tmp_path / "file")
-    with ThreadPoolExecutor(2) as side_by_side:
-        paths = [tmp_path / name for name in ("file", "link")]
-        outcomes = side_by_side.map(lambda path: serve("--listen", f"unix://{path}"), paths)
-        for path, (code, said) in zip(paths, outcomes, strict=True):
-            assert (code, str(path) in said) == (1, True), said
+    code, said = serve("--listen", f"unix://{tmp_path}/file")
+    assert (code, f"{tmp_path}/file" in said) == (1, True), said
     assert (tmp_path / "file").read_text(encoding="utf-8") == "precious"
-    assert (tmp_path / "link").is_symlink()
 
 
 def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    code, said = serve("--listen", f"unix://{tmp_path}/nowhere/s.sock")
+    code, said = serve("--listen", f"unix://{tmp_path}/nowhere/s.sock", "--host-bytes", "1GiB")
     assert (code, f"{tmp_path}/nowhere" in said) == (1, True), said
     assert not (tmp_path / "nowhere").exists()
 
@@ -164,12 +165,6 @@ def test_a_dead_servers_socket_is_taken_over(tmp_path: Path) -> None:
         sidecar.start()
         assert answers(sidecar.target) != first
         assert "took over" in sidecar.log
-        # A server that is only stopped is not dead.
-        sidecar.pause()
-        code, said = serve("--listen", sidecar.target)
-        sidecar.resume()
-        assert (code, "another slotcar" in said) == (1, True), said
-        assert answers(sidecar.target) != first
 
 
 def test_a_socket_has_the_name_that_was_asked_for(tmp_path: Path) -> None:
@@ -237,12 +232,6 @@ def test_wrong_usage_is_exit_code_2(case: str) -> None:
     arguments, wanted = WRONG_USAGE[case]
     code, said = serve(*arguments)
     assert (code, wanted in said) == (2, True), said
-
-
-def test_a_size_may_have_a_unit(tmp_path: Path) -> None:
-    """As --help and docs/operations.md say. The folder does not exist, so that no server starts."""
-    code, said = serve("--listen", f"unix://{tmp_path}/nowhere/s.sock", "--host-bytes", "1GiB")
-    assert (code, "does not exist" in said) == (1, True), said
 
 
 def test_a_variable_counts_as_its_flag(tmp_path: Path) -> None:

@@ -211,11 +211,12 @@ def test_rows_of_the_base_model_keep_their_bits() -> None:
 def test_the_same_call_gives_the_same_bits() -> None:
     """vllm#50278. To see it fail: give the kernel x where it lies, without the aligned copy in _grouped_input."""
     site = site_slots(96, 40)
-    x = torch.randn(37, 96, generator=torch.Generator().manual_seed(3))
-    first = kernel([(4, 37)], x, site)
+    x = torch.randn(2, 96, generator=torch.Generator().manual_seed(3))
+    entries: list[tuple[int | None, int]] = [(7, 1), (3, 1)]
+    first = kernel(entries, x, site)
     for offset in range(1, 9):
         moved = padded(x, gap=offset, offset=offset).view
-        assert_same_bits(kernel([(4, 37)], moved, site), first)
+        assert_same_bits(kernel(entries, moved, site), first)
 
 
 async def test_rows_and_counts_that_disagree_are_refused() -> None:
@@ -345,6 +346,9 @@ async def test_a_load_does_not_block_compute() -> None:
     mapping = map_names(bench, session, "a")
     loading = load(bench, "b", "b")
     await settle()
+    bench.load_pool.run_one()
+    await settle()
+    assert bench.cache.layout.in_state(SlotState.FILLING) == (1,)
     during = forward(bench, session, mapping)
     await settle()
     bench.compute_pool.run_one()
@@ -566,10 +570,11 @@ def test_empty_segments_and_rank_0(entries: list[tuple[int | None, int]]) -> Non
 def test_rows_that_are_not_next_to_each_other() -> None:
     """vllm#36187. To see it fail: read x by x.data_ptr() and the number of its columns."""
     site = site_slots(24, 20)
-    entries: list[tuple[int | None, int]] = [(0, 1), (4, 2), (0, 2)]
     x = torch.randn(5, 24, generator=torch.Generator().manual_seed(7))
-    for strided in (padded(x).view, torch.stack([x, x], 1)[:, 1], x.repeat(1, 2)[:, 24:]):
-        assert_same_bits(kernel(entries, strided, site), kernel(entries, x, site))
+    batches: list[list[tuple[int | None, int]]] = [[(0, 1), (4, 2), (0, 2)], [(0, 3), (4, 2)]]
+    for entries in batches:
+        for strided in (padded(x).view, torch.stack([x, x], 1)[:, 1], x.repeat(1, 2)[:, 24:]):
+            assert_same_bits(kernel(entries, strided, site), kernel(entries, x, site))
 
 
 # Life and death
@@ -633,11 +638,29 @@ async def test_unload_while_in_flight(force: bool) -> None:
     await settle()
     unloaded = bench.cache.unload(ref("a"), force=force)
     assert unloaded.slot_state is (SlotState.FREE if force else SlotState.DRAINING)
-    (result,) = await finish(bench, flying)
-    assert isinstance(result, LayoutStale) if force else read_by(result) == [digest("a")]
     bench.cache.close_session(session)
-    await loaded(bench, "b", "b")
+    loading = load(bench, "b", "b")
+    await settle()
+    bench.load_pool.run_one()
+    await settle()
+    assert not bench.load_pool.jobs, "the slot is still read"
+    result, _ = await finish(bench, flying, loading)
+    assert isinstance(result, LayoutStale)
     assert not bench.device.written_while_read
+
+
+async def test_unload_while_in_flight_with_nobody_waiting_for_the_slot() -> None:
+    """Triton server#3207, #7688: what is in flight ends as it began. To see it fail: let any unload end the pins."""
+    bench = make_bench(1)
+    await loaded(bench, "a", "a")
+    session = open_session(bench)
+    flying = forward(bench, session, map_names(bench, session, "a"))
+    await settle()
+    bench.cache.unload(ref("a"), force=False)
+    (result,) = await finish(bench, flying)
+    assert read_by(result) == [digest("a")]
+    bench.cache.close_session(session)
+    assert bench.cache.layout.in_state(SlotState.FREE) == (0,)
 
 
 async def test_one_bad_adapter_does_not_hold_up_the_rest() -> None:

@@ -613,7 +613,7 @@ class Event(_message.Message):
     slot: _builtins.int
     """The slot, if one is concerned."""
     session: _builtins.str
-    """The session, if one is concerned."""
+    """The first 8 characters of the session's id, if one is concerned; the rest of it is a secret."""
     reason: _builtins.str
     """Why, in a few words, such as "slot taken by sql"."""
     @_builtins.property

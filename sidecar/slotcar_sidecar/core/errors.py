@@ -216,6 +216,10 @@ class RequestInvalid(SlotcarError):
         super().__init__(f"{field} is {found!r}, wanted {wanted}", field=field, found=found, wanted=wanted)
         self.field = field
 
+    def at(self, field: str) -> RequestInvalid:
+        """The same refusal for the field of the request in which it came."""
+        return RequestInvalid(field, found=self.facts["found"], wanted=self.facts["wanted"])
+
 
 class ShuttingDown(SlotcarError):
     reason = Reason.SHUTTING_DOWN

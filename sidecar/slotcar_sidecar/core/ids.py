@@ -60,9 +60,13 @@ class AdapterRef:
     digest: Digest | None = None
 
     @classmethod
-    def parse(cls, text: str) -> AdapterRef:
+    def parse(cls, text: str, field: str = "ref") -> AdapterRef:
+        """Raises RequestInvalid for `field`."""
         name, at, digest = text.partition("@")
-        return cls(AdapterName(name), Digest(digest) if at else None)
+        try:
+            return cls(AdapterName(name), Digest(digest) if at else None)
+        except RequestInvalid as error:
+            raise error.at(field) from None
 
     def __str__(self) -> str:
         return f"{self.name}@{self.digest}" if self.digest else str(self.name)
@@ -83,6 +87,11 @@ class SessionId:
     """Secret id of one engine's presence."""
 
     value: str
+
+    @property
+    def short(self) -> str:
+        """What others may see of it: logs, events."""
+        return self.value[:8]
 
     def __str__(self) -> str:
         return self.value

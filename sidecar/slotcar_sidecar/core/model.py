@@ -12,6 +12,7 @@ from slotcar_sidecar.core.errors import ModelMismatch, RequestInvalid
 
 DTYPES = ("float32", "float16", "bfloat16")
 _MAX_FEATURES = 1 << 24
+_SITE_FIELDS = ("name", "in_features", "out_features", "kind")
 _MAX_NAME = 500
 _MAX_SHOWN = 5
 
@@ -33,6 +34,14 @@ class Site:
                 raise RequestInvalid(f"site.{field}", found=value, wanted=f"1 to {_MAX_FEATURES} (site {self.name})")
         if self.kind != "linear":
             raise RequestInvalid("site.kind", found=self.kind, wanted="linear")
+
+    @classmethod
+    def checked(cls, field: str, values: tuple[Any, ...]) -> Site:
+        """The site of these values; what is refused is named as a part of `field`."""
+        try:
+            return cls(*values)
+        except RequestInvalid as error:
+            raise error.at(f"{field}.{error.facts['field'].removeprefix('site.')}") from None
 
     def __str__(self) -> str:
         return f"{self.name} [{self.out_features}, {self.in_features}]"
@@ -77,10 +86,14 @@ class ModelSpec:
             _check_fields(
                 site,
                 f"model_spec.sites[{index}]",
-                {"name", "in_features", "out_features", "kind"},
-                required={"name", "in_features", "out_features"},
+                set(_SITE_FIELDS),
+                required=set(_SITE_FIELDS) - {"kind"},
             )
-        return cls.of([Site(**site) for site in data["sites"]], **{k: v for k, v in data.items() if k != "sites"})
+        sites = [
+            Site.checked(f"model_spec.sites[{index}]", tuple(site[name] for name in _SITE_FIELDS if name in site))
+            for index, site in enumerate(data["sites"])
+        ]
+        return cls.of(sites, **{k: v for k, v in data.items() if k != "sites"})
 
     def to_dict(self) -> dict[str, object]:
         data: dict[str, object] = {

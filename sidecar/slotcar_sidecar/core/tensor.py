@@ -23,8 +23,8 @@ class Matrix:
     def checked(cls, field: str, dtype: str, rows: int, columns: int, row_stride: int, data: bytes) -> Matrix:
         """The matrix, or ShapeMismatch for `field` when the bytes are not exactly what the shape needs."""
         if dtype not in ITEM_BYTES:
-            raise ShapeMismatch(f"{field}.dtype", found=dtype or "unspecified", wanted=" or ".join(ITEM_BYTES))
-        stride = row_stride or columns
+            raise ShapeMismatch(f"{field}.dtype", found=dtype, wanted=" or ".join(ITEM_BYTES))
+        stride = row_stride if row_stride and rows > 1 else columns
         if stride < columns:
             raise ShapeMismatch(f"{field}.row_stride", found=stride, wanted=f"at least {columns}")
         wanted = ((rows - 1) * stride + columns) * ITEM_BYTES[dtype] if rows else 0

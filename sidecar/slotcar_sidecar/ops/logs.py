@@ -51,7 +51,7 @@ def log_event(epoch: Epoch, event: Event) -> None:
         "adapter": str(event.name or ""),
         "digest": event.digest.short if event.digest else "",
         "slot": event.slot,
-        "session": str(event.session or "")[:8],
+        "session": event.session.short if event.session else "",
         "reason": event.reason,
     }
     _log.info(event.kind.value, extra={"fields": fields})

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from grpc import aio
+from slotcar.v1 import adapter_pb2, adapter_service_pb2_grpc
 from slotcar.v1 import adapter_service_pb2 as pb
-from slotcar.v1 import adapter_service_pb2_grpc
 
 from slotcar_sidecar.cache import AdapterCache
 from slotcar_sidecar.core.calls import LoadCall
@@ -25,7 +25,7 @@ Context = aio.ServicerContext[Any, Any]
 class AdapterService(adapter_service_pb2_grpc.AdapterServiceServicer):
     """For operators, routers and engines."""
 
-    def __init__(self, cache: AdapterCache, pager: Pager[Resident], heartbeat_seconds: float) -> None:
+    def __init__(self, cache: AdapterCache, pager: Pager[tuple[Resident, bool]], heartbeat_seconds: float) -> None:
         self._cache = cache
         self._pager = pager
         self._heartbeat_seconds = heartbeat_seconds
@@ -39,7 +39,7 @@ class AdapterService(adapter_service_pb2_grpc.AdapterServiceServicer):
         )
         loaded = await self._cache.load(call)
         return pb.LoadAdapterResponse(
-            adapter=self._adapter(loaded.resident, sites=True),
+            adapter=self._adapter(loaded.resident),
             report=convert.from_report(loaded.resident.adapter, loaded.model, self._cache.device.slot_dtype),
             layout=convert.from_version(loaded.layout),
             already_resident=loaded.already_resident,
@@ -72,10 +72,11 @@ class AdapterService(adapter_service_pb2_grpc.AdapterServiceServicer):
         if request.page_token:
             page = self._pager.next(request.page_token, request.page_size)
         else:
-            page = self._pager.first(self._cache.residency.describe_all(), self._cache.layout, request.page_size)
+            items = tuple((resident, self._is_in_host(resident)) for resident in self._cache.residency.describe_all())
+            page = self._pager.first(items, self._cache.layout, request.page_size)
         assert isinstance(page.extra, Layout)
         return pb.ListAdaptersResponse(
-            adapters=[self._adapter(resident) for resident in page.items],
+            adapters=[convert.from_resident(resident, in_host=in_host) for resident, in_host in page.items],
             next_page_token=page.next_token,
             layout=convert.from_layout(page.extra),
         )
@@ -112,9 +113,11 @@ class AdapterService(adapter_service_pb2_grpc.AdapterServiceServicer):
                 await cache.wait_for_change(self._heartbeat_seconds)
         raise ShuttingDown
 
-    def _described(self, ref: AdapterRef) -> Any:
-        return self._adapter(self._cache.residency.describe(ref), sites=True)
+    def _described(self, ref: AdapterRef) -> adapter_pb2.Adapter:
+        return self._adapter(self._cache.residency.describe(ref))
 
-    def _adapter(self, resident: Resident, *, sites: bool = False) -> Any:
-        in_host = resident.adapter.digest in self._cache.tiers.host
-        return convert.from_resident(resident, in_host=in_host, sites=sites)
+    def _adapter(self, resident: Resident) -> adapter_pb2.Adapter:
+        return convert.from_resident(resident, in_host=self._is_in_host(resident), sites=True)
+
+    def _is_in_host(self, resident: Resident) -> bool:
+        return resident.adapter.digest in self._cache.tiers.host

@@ -100,10 +100,11 @@ def to_model(spec: model_pb2.ModelSpec) -> ModelSpec:
     dtype = _DTYPE_NAMES.get(spec.dtype)
     if dtype is None and spec.dtype != tensor_pb2.DTYPE_UNSPECIFIED:
         raise RequestInvalid("model_spec.dtype", found=spec.dtype, wanted="a value of its enum")
-    sites = [
-        Site(site.name, site.in_features, site.out_features, _known("site.kind", site.kind, _SITE_KINDS))
-        for site in spec.sites
-    ]
+    sites = []
+    for index, site in enumerate(spec.sites):
+        field = f"model_spec.sites[{index}]"
+        kind = _known(f"{field}.kind", site.kind, _SITE_KINDS)
+        sites.append(Site.checked(field, (site.name, site.in_features, site.out_features, kind)))
     return ModelSpec.of(
         sites, dtype=dtype, tensor_parallel=spec.tensor_parallel or 1, fingerprint=spec.fingerprint or None
     )
@@ -150,7 +151,7 @@ def from_event(event: Event) -> adapter_service_pb2.Event:
         name=str(event.name or ""),
         digest=str(event.digest or ""),
         slot=event.slot,
-        session=str(event.session or ""),
+        session=event.session.short if event.session else "",
         reason=event.reason,
     )
 
@@ -163,7 +164,7 @@ def to_entries(entries: list[engine_service_pb2.MappingEntry]) -> list[AdapterRe
         if target is None or (target == "base" and not entry.base):
             raise RequestInvalid(f"entries[{index}]", found="neither", wanted="ref, or base = true")
         if target == "ref" and entry.ref not in parsed:
-            parsed[entry.ref] = AdapterRef.parse(entry.ref)
+            parsed[entry.ref] = AdapterRef.parse(entry.ref, f"entries[{index}].ref")
         refs.append(parsed[entry.ref] if target == "ref" else None)
     return refs
 
@@ -172,7 +173,7 @@ def to_matrix(field: str, tensor: tensor_pb2.TensorRef) -> Matrix:
     if tensor.WhichOneof("storage") is None:
         raise RequestInvalid(f"{field}.storage", found="nothing", wanted="inline")
     data = tensor.inline
-    dtype = _DTYPE_NAMES.get(tensor.dtype, "")
+    dtype = _DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype or "unspecified"))
     return Matrix.checked(field, dtype, tensor.rows, tensor.columns, tensor.row_stride, data)
 
 

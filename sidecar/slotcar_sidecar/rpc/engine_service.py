@@ -18,7 +18,7 @@ from slotcar_sidecar.core.errors import RequestInvalid, ShuttingDown
 from slotcar_sidecar.core.ids import SessionId
 from slotcar_sidecar.core.session import DEFAULT_GRACE_SECONDS, Session
 from slotcar_sidecar.rpc import convert, status
-from slotcar_sidecar.rpc.interceptors import ErrorInterceptor
+from slotcar_sidecar.rpc.interceptors import ErrorInterceptor, readable
 
 Context = aio.ServicerContext[Any, Any]
 
@@ -121,9 +121,8 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
                 if self._cache.closed:
                     raise ShuttingDown
                 try:
-                    if not request.HasField("forward"):
+                    if not readable(request).HasField("forward"):
                         raise RequestInvalid("forward", found="nothing", wanted="a request")
-                    self._errors.check_size(request)
                     yield pb.ForwardStreamResponse(forward=await self._forward(request.forward, "stream"))
                 except Exception as error:  # the stream goes on after a refusal
                     yield pb.ForwardStreamResponse(

@@ -8,10 +8,10 @@ from contextlib import aclosing
 from typing import Any, NoReturn
 
 import grpc
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from grpc import aio
 
-from slotcar_sidecar.core.errors import CapacityExceeded, InternalError, SlotcarError
+from slotcar_sidecar.core.errors import CapacityExceeded, InternalError, RequestInvalid, SlotcarError
 from slotcar_sidecar.rpc.status import CODES, DETAILS_KEY, to_status
 
 _log = logging.getLogger("slotcar.rpc")
@@ -44,17 +44,25 @@ class ErrorInterceptor(aio.ServerInterceptor):
         else:
             make = grpc.unary_unary_rpc_method_handler
             wrapped = self._unary(name, handler.unary_unary)
-        return make(wrapped, handler.request_deserializer, handler.response_serializer)
+        return make(wrapped, self._reader(handler.request_deserializer), handler.response_serializer)
 
-    def check_size(self, request: Any) -> None:
-        """Raises CapacityExceeded when a message is larger than the server says it accepts."""
-        size = request.ByteSize()
-        if size > self._max_message_bytes:
-            raise CapacityExceeded(
-                f"the message has {size} bytes, the server accepts {self._max_message_bytes}: send fewer rows a call",
-                found=size,
-                wanted=self._max_message_bytes,
-            )
+    def _reader(self, deserialize: Callable[[bytes], Message]) -> Callable[[bytes], Message | SlotcarError]:
+        """Reads a request, or gives the refusal of its bytes: gRPC has no better place for it."""
+
+        def read(data: bytes) -> Message | SlotcarError:
+            if len(data) > self._max_message_bytes:
+                return CapacityExceeded(
+                    f"the message has {len(data)} bytes, the server accepts {self._max_message_bytes}: "
+                    "send fewer rows in a call",
+                    found=len(data),
+                    wanted=self._max_message_bytes,
+                )
+            try:
+                return deserialize(data)
+            except DecodeError:
+                return RequestInvalid("request", found=f"{len(data)} bytes that are no message", wanted="a message")
+
+        return read
 
     def counted(self, name: str, error: Exception) -> SlotcarError:
         """Counts a refusal. Gives the error, or InternalError, with the fault in the log, for a fault of our own."""
@@ -67,8 +75,7 @@ class ErrorInterceptor(aio.ServerInterceptor):
     def _unary(self, name: str, handler: Callable[[Any, Any], Awaitable[Any]]) -> Any:
         async def call(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
             try:
-                self.check_size(request)
-                response = await handler(request, context)
+                response = await handler(readable(request), context)
             except Exception as error:
                 await self._abort(name, error, context)
             self._count(name, "OK")
@@ -79,9 +86,7 @@ class ErrorInterceptor(aio.ServerInterceptor):
     def _streaming(self, name: str, handler: Callable[[Any, Any], Any]) -> Any:
         async def call(request: Any, context: aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
             try:
-                if isinstance(request, Message):
-                    self.check_size(request)
-                async with aclosing(handler(request, context)) as responses:
+                async with aclosing(handler(readable(request), context)) as responses:
                     async for response in responses:
                         yield response
             except Exception as error:
@@ -94,3 +99,10 @@ class ErrorInterceptor(aio.ServerInterceptor):
         known = self.counted(name, error)
         details = ((DETAILS_KEY, to_status(known).SerializeToString()),)
         await context.abort(CODES[known.reason], known.message, details)
+
+
+def readable(request: Any) -> Any:
+    """The request, or the stream of them; raises the refusal that stands in the place of one that cannot be read."""
+    if isinstance(request, SlotcarError):
+        raise request
+    return request

@@ -40,11 +40,11 @@ def make_server(cache: AdapterCache, max_message_bytes: int, heartbeat_seconds: 
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ]
     server = aio.server(interceptors=[errors], options=options)
     facts = ServerFacts(version("slotcar"), max_message_bytes, heartbeat_seconds)
-    pager: Pager[Resident] = Pager(cache.environment.clock, cache.environment.new_id)
+    pager: Pager[tuple[Resident, bool]] = Pager(cache.environment.clock, cache.environment.new_id)
     adapter_service_pb2_grpc.add_AdapterServiceServicer_to_server(
         AdapterService(cache, pager, heartbeat_seconds), server
     )
