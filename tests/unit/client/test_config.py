@@ -11,7 +11,8 @@ from slotcar_sidecar.config import Config
 @pytest.mark.parametrize(
     ("target", "wanted"),
     [
-        ("unix:///run/s.sock", "unix:///run/s.sock"),
+        ("unix:///run/s.sock", "unix:/run/s.sock"),
+        ("unix:///run/s#1?%41.sock", "unix:/run/s%231%3F%2541.sock"),
         ("unix:s.sock", "unix:s.sock"),
         ("tcp://127.0.0.1:50051", "dns:///127.0.0.1:50051"),
         ("localhost:50051", "dns:///localhost:50051"),
