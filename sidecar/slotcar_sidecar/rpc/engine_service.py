@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +16,7 @@ from slotcar_sidecar.core.errors import RequestInvalid, ShuttingDown
 from slotcar_sidecar.core.ids import SessionId
 from slotcar_sidecar.core.session import DEFAULT_GRACE_SECONDS, Session
 from slotcar_sidecar.rpc import convert, status
+from slotcar_sidecar.rpc.ending import ended_by
 from slotcar_sidecar.rpc.interceptors import ErrorInterceptor, readable
 
 Context = aio.ServicerContext[Any, Any]
@@ -116,7 +115,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
     async def ForwardStream(
         self, request_iterator: AsyncIterator[pb.ForwardStreamRequest], context: Context
     ) -> AsyncIterator[pb.ForwardStreamResponse]:
-        async with _ended_by(self._cache.closing):
+        async with ended_by(self._cache.closing):
             async for request in request_iterator:
                 if self._cache.closed:
                     raise ShuttingDown
@@ -142,30 +141,6 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
             plane,
         )
         return _computed(await self._cache.forward(call))
-
-
-@asynccontextmanager
-async def _ended_by(closing: asyncio.Event) -> AsyncIterator[None]:
-    """Raises ShuttingDown in the body, wherever it waits, when `closing` is set."""
-    body = asyncio.current_task()
-    assert body is not None
-    watch = asyncio.create_task(closing.wait())
-
-    def end(watch: asyncio.Task[Any]) -> None:
-        if not watch.cancelled():
-            body.cancel()
-
-    watch.add_done_callback(end)
-    try:
-        yield
-    except asyncio.CancelledError:
-        if not watch.done():
-            raise
-        body.uncancel()
-        raise ShuttingDown from None
-    finally:
-        watch.remove_done_callback(end)
-        watch.cancel()
 
 
 def _computed(computed: Computed) -> pb.ForwardResponse:
