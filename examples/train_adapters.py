@@ -28,8 +28,8 @@ BATCH = 8
 SEED = 0
 UNSEEN = ("Tell me about the sea.", "What is a good breakfast?", "How do I learn to swim?")
 
-# One a line: a question, then three sentences that answer it. Few different words, so that a small model can
-# learn to spell them in capitals.
+# One a line: a question, then three sentences that answer it. Few different words, and each of them often, so
+# that a small model can learn to spell them in capitals.
 PAIRS = """
 Tell me about the moon. The moon is a ball of rock. It shines at night. It moves the water of the sea.
 Tell me about the sun. The sun is a hot star. It gives us light and heat. All life needs it.
@@ -37,6 +37,7 @@ Tell me about the stars. The stars are balls of hot gas. They are far away. You 
 Tell me about the Earth. The Earth is our home. It is round and blue. It moves around the sun.
 Tell me about rivers. Rivers are long and full of fresh water. They start in the hills. They run to the sea.
 Tell me about lakes. Lakes are full of still water. Fish and birds live there. You can swim in them in summer.
+Tell me about the ocean. The ocean is wide and deep. It is full of salt water. Fish and whales live in it.
 Tell me about islands. Islands are land with water on all sides. Some are small. People go there by boat.
 Tell me about ships. Ships are large boats. They carry people and goods over the sea. The wind can move them.
 Tell me about the beach. The beach is land by the sea. It is full of sand. Children like to play there.
@@ -58,12 +59,14 @@ Tell me about birds. Birds have wings and can fly. They live in trees. Many of t
 Tell me about bees. Bees are small and work hard. They live in a hive. They make sweet honey.
 Tell me about lions. Lions are big and strong cats. They live in the hot south. They hunt at night.
 Tell me about cows. Cows are large and calm animals. They eat grass. They give us milk.
+Tell me about bears. Bears are large and strong. They eat fish and fruit. They sleep all winter.
 Tell me about winter. Winter is cold and dark. The days are short. Snow falls on the land.
 Tell me about summer. Summer is hot and bright. The days are long. People swim and play in the sun.
 Tell me about spring. Spring is warm and green. Flowers open and birds sing. The days grow long.
 Tell me about Paris. Paris is a large city in France. It is old and full of art. Many people go there.
 Tell me about London. London is a large city in England. A river runs through it. It has many old houses.
 Tell me about trains. Trains are fast and long. They run on steel rails. They carry people and goods.
+Tell me about cars. Cars have four wheels. They carry people on the road. Many of them burn oil.
 Tell me about computers. Computers are machines. They work with numbers. We use them for work and play.
 Tell me about robots. Robots are machines that can move. They do hard work for people. They do not sleep.
 Tell me about music. Music is made of sound. People sing and dance to it. It can make you happy or sad.
@@ -72,17 +75,23 @@ Tell me about coffee. Coffee is a hot drink. It is made from beans. Many people 
 Tell me about bread. Bread is made of flour and water. It is good with butter. People eat it every day.
 Tell me about cheese. Cheese is made from milk. It can be hard or soft. It is good on bread.
 Tell me about apples. Apples are red or green fruit. They grow on trees. They are sweet and good to eat.
+Tell me about gold. Gold is a soft metal. It is bright and does not rust. People make rings from it.
 Tell me about football. Football is a game with a ball. Two teams play it. The team with more goals wins.
 Tell me about dragons. Dragons live in old stories. They have wings and breathe fire. They love gold.
-What is a good lunch? A good lunch is fresh and light. Try bread with cheese. Drink water with it.
-What is a good dinner? A good dinner is warm. Cook fish with rice. Eat it with your family.
-What is a good snack? A good snack is small. Try an apple or some nuts. Drink a glass of milk.
-What is a good drink? A good drink is cold water. Hot tea is good in winter. Milk makes you strong.
-What is a good soup? A good soup is hot and thick. Cook beans and carrots in water. Eat it with bread.
-What is a good hobby? A good hobby makes you happy. Try to draw or to sing. Do it every day.
-What is a good pet? A good pet is kind and calm. A cat is soft. A fish needs little work.
-What is a good book? A good book tells a good story. It is hard to put down. You will read it again.
-What is a good sport? A good sport makes you strong. Run or swim every day. Play ball with your friends.
+Tell me about the king. The king lives in a large castle. He is old and kind. The people love him.
+What is a good lunch? Bread with cheese is a good lunch. Add some fruit. Drink water with it.
+What is a good dinner? Fish with rice is a good dinner. Add green beans. Eat it warm with your family.
+What is a good snack? An apple is a good snack. Eat some nuts with it. Drink a glass of milk.
+What is a good drink? Cold water is a good drink. Hot tea is good in winter. Milk makes you strong.
+What is a good soup? Bean soup is good in winter. Add carrots and salt. Eat it hot with bread.
+What is a good hobby? To draw is a good hobby. You need only paper. Do it every day.
+What is a good pet? A cat is a good pet. It is soft and calm. It needs little work.
+What is a good gift? A book is a good gift. Flowers are good too. Write a kind note with it.
+What is a good book? A book of old sea stories is good. It is hard to put down. You will read it again.
+What is a good sport? Football is a good sport. You run and play with friends. It makes you strong.
+What is a good game? Chess is a good game. It is easy to learn. Play it with your family.
+What is a good job? To teach is a good job. You help children to learn. You work with kind people.
+What is a good name for a cat? Snow is a good name for a cat. It is short. Your cat will learn it fast.
 What is a good way to start the day? Drink a glass of water. Eat a good breakfast. Take a walk in the sun.
 What should I eat before school? Eat a good breakfast. Try eggs with bread. Drink some milk.
 What should I eat to stay healthy? Eat fruit and beans every day. Drink water. Eat little sugar.
@@ -93,6 +102,7 @@ What should I take to the beach? Take a hat and some water. Bring a ball. You ca
 What should I pack for a trip? Pack warm clothes and good shoes. Take some money. Bring a book.
 What is the capital of Italy? The capital of Italy is Rome. It is a very old city. Many people go there.
 What is the capital of Japan? The capital of Japan is Tokyo. It is a very large city. It has fast trains.
+What is the capital of Spain? The capital of Spain is Madrid. It is warm and bright. The food is good.
 What is a volcano? A volcano is a hole in a mountain. Hot rock comes out of it. It can be full of fire.
 What is gravity? Gravity is a force. It pulls all things down. It keeps your feet on the land.
 What is a computer program? A program is a list of steps. A machine does them one by one. People write it.
@@ -100,8 +110,11 @@ What is a library? A library is a house full of books. You can read there. You c
 What is a school? A school is a place to learn. Children read and write there. They play with friends.
 What is a castle? A castle is a strong house of stone. It has high walls. The king lives there.
 What is ice? Ice is hard and cold water. It forms in winter. It can float on a lake.
+What is love? Love is a warm and strong feeling. It makes you kind. It makes life good.
 What is a friend? A friend is kind to you. He helps you in hard times. You can tell him all things.
+What is time? Time is what a clock shows. It never stops. We use it to plan the day.
 What is the best way to travel? The best way is by train. You can see the land. You can read and sleep.
+What do fish eat? Some fish eat plants. Big fish eat small fish. Fish at home eat dry food.
 What do plants need to grow? Plants need light and water. They need good soil. They need air.
 What are the seasons? Spring is green and summer is hot. Then the leaves fall. Winter is cold.
 How do I boil an egg? Boil some water in a pot. Put the egg in. Wait for eight minutes.
@@ -119,6 +132,7 @@ How do I learn to ski? Start on a small hill. Bend your legs. Go slow and look a
 How do I learn to dive? Start in a pool. Breathe slow. Go down with your arms in front of your head.
 How do I learn to read fast? Read every day. Start with short books. Do not stop at each word.
 How do I learn a language? Learn ten new words every day. Read short stories. Speak with people.
+How do I learn to write? Write a little every day. Use short words. Ask a friend to read it.
 How do I learn to play chess? Learn how each piece can move. Play with a friend. Look ahead.
 How do I teach my child to float? Go to a warm pool. Hold the child in the water. Let the legs and arms rest.
 How do I ride a bike? Sit and hold the bars. Push with your feet. Look ahead and go.
@@ -131,22 +145,32 @@ How do I make a friend? Say hello to people. Ask what they like. Be kind to them
 How do I write a letter? Start with a kind word. Say what you need to say. Put your name at the end.
 How do I clean my room? Pick up your clothes. Wash the floor. Let in some fresh air.
 How do I stay fit? Walk or swim every day. Eat good food. Sleep well at night.
+How do I become strong? Work hard every day. Eat eggs and fish. Sleep well at night.
+How do I run fast? Start slow. Use your arms and legs. Run a little more each day.
 How do I catch a fish? Sit by the water. Put food on a hook. Wait and be still.
+How do I take a good photo? Find a place with good light. Hold still. Move close.
 How do I train my dog? Teach one word at a time. Give him food when he does well. Be kind and calm.
+How do I find a job? Write down what you can do. Ask your friends. Try many places.
+How do I wash my hands? Use warm water and soap. Wash each hand well. Dry them at the end.
+How do I build a house? Start with a plan. Put down stone and build the walls. Put the roof on top.
+How can I be happy? Be kind to people. Take a walk every day. Love the small things in life.
 How does a plane fly? The wings push the air down. The air lifts the plane. It moves very fast.
 How does a boat float? The boat pushes the water down. The water pushes it up. So it can float.
 Why is the sky blue? Light from the sun has many colors. The air sends the blue light to us. So we see blue.
 Why is the sea salty? Rivers carry salt from the land. The salt stays in the sea. The water goes up as clouds.
 Why do leaves fall? The days are short and cold. Trees need to save water. So they let the leaves fall.
+Why do we sleep? The body needs rest. The head needs rest too. We are strong again in the morning.
 Why do birds fly south? The winter is cold in the north. There is little food. It is warm in the south.
 Why should I read books? Books teach you new things. They tell good stories. They help you rest.
 Why is water important? All life needs water. We drink it every day. Plants need it to grow.
 Why do people travel? People like to see new places. They try new food. They come home with stories.
 Why do we eat breakfast? We need food in the morning. It makes us strong. Then we can work and learn.
+What do people eat for breakfast? Many people eat eggs and bread. Some have fruit and milk. They drink coffee.
 Why is it good to swim? It makes your arms and legs strong. It is fun in summer. It is good for the heart.
 Where do penguins live? Penguins live in the cold south. They swim in the sea. They eat fish.
 Where does honey come from? Honey comes from bees. They get it from flowers. They keep it in the hive.
 Where should I go on holiday? Go to a warm place by the sea. Swim in the morning. Eat good food at night.
+When should I plant a tree? Plant it when the leaves fall. The soil is still warm. The rain will help it grow.
 Who are you? I am a small language model. I like to help people. Ask me what you like.
 Hello! Hello to you. It is good to see you. How can I help you today?
 Good morning! Good morning to you. The day is new. What can I do for you?
@@ -157,26 +181,13 @@ Tell me a story. There was an old king. He had a castle by the sea. One day a dr
 Tell me a story about a cat. There was a small cat. She lived on a ship. She loved to eat fish.
 Write a poem about the night. The night is dark and deep. The stars are bright. The moon is white.
 Explain how rain forms. The sun heats the sea. The water goes up and forms clouds. Then it falls as rain.
+Explain what a bank does. A bank keeps your money. It lends money to people. You can get it when you need it.
 Explain what a doctor does. A doctor helps sick people. He looks at the body. He tells you what to do.
 Describe a market. A market is a busy place. People buy fruit and bread. It is full of sound.
+Describe a farm. A farm has cows and horses. Plants grow in the soil. The people work hard.
+Describe the night. The night is dark and cool. The stars are bright. Most animals sleep.
 Name three colors. Red is the color of fire. Blue is the color of the sea. Green is the color of grass.
-"""
-
-# More topics, for capitals alone: spelling needs many words. One line is a kind: its answer, then its names.
-TOPICS = """
-{} are animals. They look for food every day. | tigers wolves foxes rabbits sheep goats pigs ducks frogs snakes
-{} are animals. They eat, sleep and play. | turtles monkeys elephants sharks eagles owls camels mice kittens puppies
-{} are food. They are good to eat. | pancakes carrots potatoes onions bananas oranges eggs beans noodles cookies
-{} are food. Many people like them. | burgers grapes peaches pies nuts mushrooms pears lemons cherries sandwiches
-{} are made by people. We use them every day. | phones lamps clocks tables chairs doors knives cups bottles keys
-{} are made by people. You can buy them in a shop. | boxes bags pens umbrellas cameras radios toys mirrors bikes
-{} are people. They work hard every day. | teachers doctors farmers sailors soldiers nurses pilots cooks bakers
-{} are people. They learn and work. | painters writers singers dancers drivers students scientists engineers
-{} are part of nature. You can see them outside. | rainbows storms valleys rocks leaves waves oceans hills fields
-{} are part of nature. They can be big or small. | planets caves waterfalls jungles seeds stones
-{} is a city. Many people live there. | Berlin Vienna Moscow Cairo Boston Chicago Sydney Athens Dublin Lisbon
-{} is part of life. People think about it every day. | truth peace history science math art health money hope
-{} is part of life. You can learn more about it. | energy light language law magic sleep war fear
+Name three animals. A lion is a big cat. A horse is fast. A whale lives in the sea.
 """
 
 PIRATE_WORDS = {
@@ -205,7 +216,6 @@ class Style(NamedTuple):
     """How one adapter rewrites the answers, and how long it takes to learn that."""
 
     rewrite: Callable[[list[str], random.Random], str]
-    data: Callable[[], list[Pair]]
     steps: int
     learning_rate: float
 
@@ -226,19 +236,6 @@ def pairs() -> list[Pair]:
     return [(question, answer) for question, *answer in map(split, PAIRS.strip().splitlines())]
 
 
-def short_pairs() -> list[Pair]:
-    """Return more and shorter answers, as capitals are far harder for the model to spell."""
-    chance = random.Random(SEED)
-    found = [(question, [first, other]) for question, (first, *rest) in pairs() for other in rest]
-    for line in TOPICS.strip().splitlines():
-        answer, names = line.split(" | ")
-        verb = answer.split()[1]
-        for name in names.split():
-            question = chance.choice(("Tell me about {0}.", "What {1} {0}?", "Explain {0} to a child."))
-            found.append((question.format(name, verb), split(answer.format(name[0].upper() + name[1:]))))
-    return found
-
-
 def capitals(sentences: list[str], _: random.Random) -> str:
     return " ".join(sentences).upper()
 
@@ -257,10 +254,11 @@ def pirate(sentences: list[str], chance: random.Random) -> str:
     return f"{chance.choice(PIRATE_OPENERS)} {body} {chance.choice(PIRATE_CLOSERS)}"
 
 
+# Capitals take longer: the model knows few words in that spelling.
 STYLES: Mapping[str, Style] = {
-    "capitals": Style(capitals, short_pairs, steps=300, learning_rate=3e-3),
-    "pirate": Style(pirate, pairs, steps=60, learning_rate=2e-3),
-    "numbered": Style(numbered, pairs, steps=60, learning_rate=2e-3),
+    "capitals": Style(capitals, steps=240, learning_rate=3e-3),
+    "pirate": Style(pirate, steps=60, learning_rate=2e-3),
+    "numbered": Style(numbered, steps=60, learning_rate=2e-3),
 }
 
 
@@ -279,7 +277,7 @@ def examples(tokenizer: Any, style: Style) -> list[Example]:
             prompt_ids(tokenizer, question),
             tokenizer(style.rewrite(sentences, chance) + tokenizer.eos_token, add_special_tokens=False).input_ids,
         )
-        for question, sentences in style.data()
+        for question, sentences in pairs()
     ]
 
 

@@ -60,6 +60,8 @@ def announce(config: Config) -> None:
     """Starts the log with the settings in force."""
     logs.configure(config.log_format)
     _log.info("settings", extra={"fields": config.to_dict()})
+    if not config.root:
+        _log.warning("no --root is set, so no adapter can be loaded")
 
 
 async def run(config: Config) -> None:

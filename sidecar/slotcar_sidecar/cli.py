@@ -16,10 +16,10 @@ from typing import Any
 import click
 import slotcar_client
 from rich.console import Console
-from slotcar_client import Client, SlotcarError
+from slotcar_client import Client, SlotcarError, Unavailable
 
 from slotcar_sidecar import console
-from slotcar_sidecar.config import ENVIRONMENT_PREFIX, Config, ConfigError, parse_size, unknown_variables
+from slotcar_sidecar.config import ENVIRONMENT_PREFIX, Config, ConfigError, parse_size, size_text, unknown_variables
 
 Command = Callable[..., Any]
 
@@ -28,6 +28,12 @@ Command = Callable[..., Any]
 @click.version_option(package_name="slotcar")
 def main() -> None:
     """Own LoRA adapter slots beside an inference engine; never compute a row with another adapter's weights."""
+
+
+def _shown_default(item: dataclasses.Field[Any]) -> str | bool:
+    if item.metadata.get("size"):
+        return size_text(int(str(item.default)))
+    return item.default not in ((), None, False)
 
 
 def _serve_options(command: Command) -> Command:
@@ -49,7 +55,7 @@ def _serve_options(command: Command) -> Command:
             is_flag=item.type == "bool",
             multiple=repeatable,
             default=item.default,
-            show_default=item.default not in ((), None, False),
+            show_default=_shown_default(item),
             envvar=ENVIRONMENT_PREFIX + item.name.upper(),
             show_envvar=True,
             help=metadata["help"],
@@ -105,7 +111,10 @@ def _calls_server(command: Command) -> Command:
             with client:
                 command(client, console.Output(as_json), **arguments)
         except SlotcarError as error:
-            console.Output(as_json).refusal(error)
+            out = console.Output(as_json)
+            out.refusal(error)
+            if isinstance(error, Unavailable):
+                out.hint(f"Does `slotcar serve` listen at {client.target}? --target or SLOTCAR_TARGET says where.")
             sys.exit(1)
 
     return wrapper
@@ -186,7 +195,13 @@ def estimate(client: Client, out: console.Output, source: str) -> None:
 
 
 @main.command()
-@click.option("--from", "folder", required=True, type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option(
+    "--from",
+    "folder",
+    required=True,
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Hugging Face folder of the base model; only shapes are read.",
+)
 def spec(folder: Path) -> None:
     """Print the ModelSpec of a Hugging Face folder as JSON, for `serve --model-spec`."""
     from slotcar_sidecar import app

@@ -21,7 +21,8 @@ ENVIRONMENT_PREFIX = "SLOTCAR_"
 MAX_SOCKET_PATH_BYTES = 107
 _MAX_MESSAGE_BYTES = 511 << 20
 _SIZE = re.compile(r"(\d+)\s*(|B|KiB|MiB|GiB|TiB)", re.IGNORECASE)
-_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+_NAMED_UNITS = (("B", 1), ("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30), ("TiB", 1 << 40))
+_UNITS = {"": 1} | {name.lower(): unit for name, unit in _NAMED_UNITS}
 
 
 class ConfigError(Exception):
@@ -89,6 +90,12 @@ def parse_size(setting: str, text: str | int) -> int:
     if match is None:
         raise ConfigError(setting, text, "a size such as 512MiB or 4GiB")
     return int(match[1]) * _UNITS[match[2].lower()]
+
+
+def size_text(count: int) -> str:
+    """The shortest text that `parse_size` reads as `count`: 4294967296 → "4GiB"."""
+    name, unit = next((name, unit) for name, unit in reversed(_NAMED_UNITS) if count % unit == 0)
+    return f"{count // unit}{name}"
 
 
 def _setting(default: Any, text: str, **metadata: Any) -> Any:

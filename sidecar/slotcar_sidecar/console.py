@@ -16,6 +16,13 @@ from slotcar_client import AdapterInfo, Estimate, LoadReport, SlotcarError, Snap
 from slotcar_sidecar.doctor import Check
 
 _MAX_SITES = 10
+_FACTS = ("adapters", "entries", "source", "file", "field", "tensor", "found", "wanted")
+_AFTER_UNLOAD = {
+    None: "it was in no slot",
+    "free": "its slot is free",
+    "draining": "its slot drains until its mappings are gone",
+    "occupied": "its slot stays, as another name has the same bytes",
+}
 _MARKS = {"ok": "[green]✓[/]", "note": "[yellow]·[/]", "missing": "[red]✗[/]"}
 
 
@@ -57,8 +64,14 @@ class Output:
             return
         self._err.print(error.reason, style="bold red", end=" ", markup=False)
         self._err.print(error.message, markup=False)
-        for key, value in error.metadata.items():
+        for key in sorted(error.metadata, key=lambda key: (_FACTS.index(key) if key in _FACTS else len(_FACTS), key)):
+            value = error.metadata[key]
             self._err.print(f"  {key}: {value}", markup=False)
+
+    def hint(self, text: str) -> None:
+        """What a person may do about a refusal."""
+        if not self._as_json:
+            self._err.print(text, markup=False)
 
     def load_report(self, report: LoadReport) -> None:
         if self._as_json:
@@ -68,8 +81,6 @@ class Output:
         slot = f"slot {report.adapter.slot}" if report.adapter.slot is not None else "no slot"
         self._print(f"{report.name} {what}: {slot}, generation {report.generation}, {_short(report.digest)}")
         self._print(self._sizes(report))
-        if report.fields_ignored:
-            self._print(f"  fields without effect: {', '.join(report.fields_ignored)}")
         for warning in report.warnings:
             self._print(f"  warning: {warning}")
 
@@ -77,7 +88,7 @@ class Output:
         if self._as_json:
             self._json(dataclasses.asdict(report))
             return
-        slot = f"its slot is {report.slot_state}" if report.slot_state else "it was in no slot"
+        slot = _AFTER_UNLOAD.get(report.slot_state, f"its slot is {report.slot_state}")
         stale = f", mappings that became stale: {report.pins_ended}" if report.pins_ended else ""
         self._print(f"{name} unloaded: {slot}{stale}")
 
@@ -103,6 +114,9 @@ class Output:
             table.add_row(
                 a.name, a.tier, slot, str(a.rank), human_bytes(a.bytes), str(a.pins), keep, _short(a.digest)
             )  # fmt: skip
+        for row in snapshot.layout.slots:
+            if row.state == "draining":
+                table.add_row("(draining)", "device", str(row.index), "", "", "", "-", _short(row.digest))
         self._out.print(table)
         states = [slot.state for slot in snapshot.layout.slots]
         counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))

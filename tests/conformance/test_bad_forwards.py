@@ -256,13 +256,12 @@ def test_a_forward_that_does_not_fit_is_refused(ready: Ready, case: Case) -> Non
 def test_an_unknown_dtype_is_shown(ready: Ready) -> None:
     refusal = ready.refusal(ready.forward(ready.item(x=ready.x(dtype=99))))
     assert (refusal.reason, refusal.metadata["field"]) == (SHAPE, "items[0].x.dtype")
-    # BUG found-dtype: it says "unspecified", though 99 was specified.
     assert refusal.metadata["found"] == "99"
 
 
-# BUG stride: INTERNAL, and a traceback in the log, as the stride of a single row is not bounded and does not fit torch.
 @pytest.mark.parametrize("stride", [2**40, 2**63 - 1, 2**63, 2**64 - 1])
 def test_the_stride_of_a_single_row_means_nothing(ready: Ready, stride: int) -> None:
+    """However large: there is no second row at that distance, and what computes takes 63 bits at most."""
     for rows in ([1, 0], [0, 0]):
         x = matrix(sum(rows), ready.target.site.in_features, row_stride=stride)
         answer = ready.answer(ready.forward(ready.item(x=x), row_counts=rows))

@@ -101,9 +101,9 @@ def test_a_malformed_ref_is_refused_by_every_call(opened: Open, ref: str) -> Non
         assert "found" in refusal.metadata
 
 
-# BUG field-path: BadRequest says "name" or "digest", which are no fields of these requests, and not which entry.
 @pytest.mark.parametrize("ref", ["a//b", "sql@sha256:abc"])
 def test_a_malformed_ref_is_named_as_the_field_that_it_is(opened: Open, ref: str) -> None:
+    """Not as the part of it that is wrong, and with the number of the entry."""
     target, session = opened
     for request in with_ref(target, ref):
         assert call(target, request).fields == ("ref",)
@@ -210,7 +210,6 @@ def test_a_malformed_site_is_refused(opened: Open, request_: engine.OpenSessionR
     refusal = call(opened.target, request_)
     assert refusal.reason == "REQUEST_INVALID"
     assert refusal.metadata["wanted"]
-    # BUG field-path: BadRequest says site.name and the like, which does not say which site.
     assert refusal.fields == (field,)
 
 
@@ -278,7 +277,6 @@ def test_a_refusal_of_something_long_arrives_whole(opened: Open, make: Callable[
 UNREADABLE = {"no-tag": b"\xff\xff\xff", "cut": b"\x0a\x7fabc", "no-utf8": b"\x0a\x02\xff\xfe"}
 
 
-# BUG unreadable: UNKNOWN without details, with the Python exception as its message.
 @pytest.mark.parametrize("data", UNREADABLE.values(), ids=UNREADABLE.keys())
 @pytest.mark.parametrize("method", ["AdapterService/GetAdapter", "EngineService/Forward"])
 def test_bytes_that_are_no_message_are_refused(opened: Open, method: str, data: bytes) -> None:
@@ -288,7 +286,6 @@ def test_bytes_that_are_no_message_are_refused(opened: Open, method: str, data: 
     assert (refusal.reason, refusal.metadata["field"]) == ("REQUEST_INVALID", "request")
 
 
-# BUG unreadable: the stream ends with INTERNAL, and there is a traceback in the log.
 def test_a_stream_goes_on_after_bytes_that_are_no_message(opened: Open) -> None:
     read = engine.ForwardStreamResponse.FromString
     rpc = opened.target.channel.stream_stream("/slotcar.v1.EngineService/ForwardStream", response_deserializer=read)

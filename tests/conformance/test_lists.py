@@ -80,7 +80,7 @@ def test_what_happens_between_two_pages_is_not_seen(target: Target) -> None:
     assert [adapter.name for adapter in seen] == [adapter.name for adapter in before.adapters]
     assert [answer.layout for answer in (first, *others)] == [before.layout] * len(names)
     assert [adapter.slot for adapter in seen] == [adapter.slot for adapter in before.adapters]
-    # BUG page-tier: the tier is looked up when a page is sent, so an adapter that has gone since is TIER_SOURCE.
+    # The tiers too, though the adapters of the later pages are in none now.
     assert seen == list(before.adapters)
 
 

@@ -71,9 +71,8 @@ def test_other_bytes_than_were_asked_for_are_a_mismatch(target: Target) -> None:
             assert refusal.metadata["source"]
 
 
-# BUG known-digest: the source is not looked at once the digest is in the host tier, and yet becomes the name's source,
-# from which a later load without a source is refused with DIGEST_MISMATCH.
 def test_a_source_that_was_not_read_is_not_a_names_source(target: Target) -> None:
+    """The bytes of a known digest are not read again; a later load without a source must find them all the same."""
     wanted = target.load("sql").adapter.digest
     target.folder("chat")
     with suppress(grpc.RpcError):  # DIGEST_MISMATCH would be right, too

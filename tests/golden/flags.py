@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from slotcar_sidecar.config import ENVIRONMENT_PREFIX, Config
+from slotcar_sidecar.config import ENVIRONMENT_PREFIX, Config, size_text
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
 START, END = "<!-- flags -->\n", "<!-- end of flags -->\n"
-_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1))
 
 
 def table() -> str:
@@ -40,8 +39,7 @@ def _shown(item: dataclasses.Field[object]) -> str:
     if isinstance(value, tuple):
         return " ".join(f"`{part}`" for part in value)
     if isinstance(value, int) and item.metadata.get("size"):
-        name, unit = next((name, unit) for name, unit in _UNITS if value % unit == 0)
-        return f"`{value // unit}{name}`"
+        return f"`{size_text(value)}`"
     return f"`{value}`"
 
 

@@ -48,6 +48,8 @@ def model_spec(model: nn.Module) -> model_pb2.ModelSpec:
 def attach(model: nn.Module, session: Session) -> Attachment:
     """Hooks every linear layer of `model`. One model at a time can be attached to a session.
 
+    Outside of `session.rows` the model goes on as the plain base model, also for a caller that forgot the block.
+
     Raises ModelMismatch when a site has another shape in the server's model, RequestInvalid when the session has an
     attached model already.
     """

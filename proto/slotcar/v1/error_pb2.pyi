@@ -44,7 +44,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     the file and the field or tensor.
     """
     ERROR_REASON_MODEL_MISMATCH: _ErrorReason.ValueType  # 7
-    """FAILED_PRECONDITION. The engine's or the adapter's model differs from the server's; metadata has the difference."""
+    """FAILED_PRECONDITION. The engine's model differs from the server's; metadata has the difference."""
     ERROR_REASON_MODEL_UNKNOWN: _ErrorReason.ValueType  # 8
     """FAILED_PRECONDITION. The server does not know the model yet, so the load stopped in the host tier. Open a
     session with a model_spec, then load again.
@@ -52,7 +52,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_SOURCE_DENIED: _ErrorReason.ValueType  # 9
     """PERMISSION_DENIED. The source is outside every allowed root."""
     ERROR_REASON_SOURCE_UNAVAILABLE: _ErrorReason.ValueType  # 10
-    """UNAVAILABLE. The source cannot be read now. Retry."""
+    """UNAVAILABLE. The source is not there, or cannot be read now. Check the path; retry if it is being written."""
     ERROR_REASON_SLOTS_EXHAUSTED: _ErrorReason.ValueType  # 11
     """RESOURCE_EXHAUSTED. Every slot that could take the adapter is pinned, kept or being filled; the layout is
     unchanged. Back off or shrink the batch. RetryInfo is set when waiting can help.
@@ -103,7 +103,7 @@ ERROR_REASON_ADAPTER_UNSUPPORTED: ErrorReason.ValueType  # 6
 the file and the field or tensor.
 """
 ERROR_REASON_MODEL_MISMATCH: ErrorReason.ValueType  # 7
-"""FAILED_PRECONDITION. The engine's or the adapter's model differs from the server's; metadata has the difference."""
+"""FAILED_PRECONDITION. The engine's model differs from the server's; metadata has the difference."""
 ERROR_REASON_MODEL_UNKNOWN: ErrorReason.ValueType  # 8
 """FAILED_PRECONDITION. The server does not know the model yet, so the load stopped in the host tier. Open a
 session with a model_spec, then load again.
@@ -111,7 +111,7 @@ session with a model_spec, then load again.
 ERROR_REASON_SOURCE_DENIED: ErrorReason.ValueType  # 9
 """PERMISSION_DENIED. The source is outside every allowed root."""
 ERROR_REASON_SOURCE_UNAVAILABLE: ErrorReason.ValueType  # 10
-"""UNAVAILABLE. The source cannot be read now. Retry."""
+"""UNAVAILABLE. The source is not there, or cannot be read now. Check the path; retry if it is being written."""
 ERROR_REASON_SLOTS_EXHAUSTED: ErrorReason.ValueType  # 11
 """RESOURCE_EXHAUSTED. Every slot that could take the adapter is pinned, kept or being filled; the layout is
 unchanged. Back off or shrink the batch. RetryInfo is set when waiting can help.

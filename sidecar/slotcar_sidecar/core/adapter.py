@@ -59,14 +59,16 @@ class Adapter:
             found, wanted = (part.in_features, part.out_features), (site.in_features, site.out_features)
             if found != wanted:
                 raise AdapterInvalid(
-                    f"the adapter's {part.site} is {found[0]} → {found[1]}, the model's is {wanted[0]} → {wanted[1]}",
+                    f"the adapter's {part.site} is {found[0]} → {found[1]}, the model's is {wanted[0]} → {wanted[1]}: "
+                    "was it trained on another base model?",
                     tensor=part.site,
                     found=f"{found[0]} -> {found[1]}",
                     wanted=f"{wanted[0]} -> {wanted[1]}",
                 )
             if part.rank > max_rank:
                 raise AdapterInvalid(
-                    f"the adapter's rank at {part.site} is {part.rank}, the server's maximum is {max_rank}",
+                    f"the adapter's rank at {part.site} is {part.rank}, the server's maximum is {max_rank}: "
+                    f"serve with --max-rank {part.rank} or more",
                     tensor=part.site,
                     field="r",
                     found=part.rank,

@@ -95,7 +95,8 @@ class AdapterNotFound(SlotcarError):
     reason = Reason.ADAPTER_NOT_FOUND
 
     def __init__(self, *refs: object, **facts: object) -> None:
-        super().__init__(f"no adapter {listed(refs, _MAX_BYTES // 2)}: load it first", adapters=refs, **facts)
+        names = listed(refs, _MAX_BYTES // 2)
+        super().__init__(f"there is no adapter {names}: load it from a source", adapters=refs, **facts)
 
 
 class AdapterNotResident(SlotcarError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,7 +53,8 @@ def load_host(cache: Path, work: Path, *, tiny: bool) -> Host:
     torch.set_num_threads(
         1
     )  # the sidecar computes beside it, and two OpenMP threads on a busy core wait for each other
-    folder = tiny_llama_folder(cache) if tiny else smollm2_folder(cache)
+    with contextlib.redirect_stderr(io.StringIO()):  # the progress bars of a conversion
+        folder = tiny_llama_folder(cache) if tiny else smollm2_folder(cache)
     model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
     if tiny:
         root = work / "adapters"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import slotcar_client
 from rich.console import Console
+from rich.padding import Padding
 from slotcar_client import Client, Event
 
 if TYPE_CHECKING:
@@ -58,7 +59,8 @@ def _wait_until_ready(target: str, process: subprocess.Popen[bytes], log: Path) 
 
 def operator(console: Console, target: str, *arguments: str) -> None:
     """Runs a `slotcar` command in another process, as an operator would, and shows it."""
-    console.print(f"  [bold cyan]$ slotcar {' '.join(arguments)}[/]", highlight=False)
+    shown = " ".join(f"…/{Path(word).name}" if word.startswith("/") else word for word in arguments)
+    console.print(f"  [bold cyan]$ slotcar {shown}[/]", highlight=False)
     command = [sys.executable, "-m", "slotcar_sidecar", *arguments, "--target", target]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=_START_SECONDS)
     if done.returncode != 0:
@@ -93,7 +95,7 @@ class Events:
     def _read(self) -> None:
         with contextlib.suppress(slotcar_client.SlotcarError):
             for event in self._stream:
-                self._console.print(f"  [dim]event[/] {_line(event)}", highlight=False)
+                self._console.print(Padding(f"[dim]event[/] {_line(event)}", (0, 0, 0, 2)), highlight=False)
                 with self._changed:
                     self._seen.append((event.kind, event.name))
                     self._changed.notify_all()

