@@ -130,8 +130,11 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
 
     async def _forward(self, request: pb.ForwardRequest, plane: str) -> pb.ForwardResponse:
         # Counted first: tens of millions of empty parts fit into one message, and each becomes an object.
-        for field, parts in (("row_counts", request.row_counts), ("items", request.items)):
-            self._cache.limits.check_entries(field, len(parts))
+        self._cache.limits.check_entries("row_counts", len(request.row_counts))
+        model, limits = self._cache.model, self._cache.limits
+        sites = len(model.sites) if model else limits.max_entries  # without a model, the session is found missing
+        if len(request.items) > sites:
+            raise RequestInvalid("items", found=f"{len(request.items)} of them", wanted=f"at most {sites}")
         call = ForwardCall(
             SessionId(request.session),
             request.mapping_id,
