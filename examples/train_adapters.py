@@ -37,7 +37,6 @@ Tell me about the stars. The stars are balls of hot gas. They are far away. You 
 Tell me about the Earth. The Earth is our home. It is round and blue. It moves around the sun.
 Tell me about rivers. Rivers are long and full of fresh water. They start in the hills. They run to the sea.
 Tell me about lakes. Lakes are full of still water. Fish and birds live there. You can swim in them in summer.
-Tell me about the ocean. The ocean is wide and deep. It is full of salt water. Fish and whales live in it.
 Tell me about islands. Islands are land with water on all sides. Some are small. People go there by boat.
 Tell me about ships. Ships are large boats. They carry people and goods over the sea. The wind can move them.
 Tell me about the beach. The beach is land by the sea. It is full of sand. Children like to play there.
@@ -79,19 +78,19 @@ Tell me about gold. Gold is a soft metal. It is bright and does not rust. People
 Tell me about football. Football is a game with a ball. Two teams play it. The team with more goals wins.
 Tell me about dragons. Dragons live in old stories. They have wings and breathe fire. They love gold.
 Tell me about the king. The king lives in a large castle. He is old and kind. The people love him.
-What is a good lunch? Bread with cheese is a good lunch. Add some fruit. Drink water with it.
-What is a good dinner? Fish with rice is a good dinner. Add green beans. Eat it warm with your family.
-What is a good snack? An apple is a good snack. Eat some nuts with it. Drink a glass of milk.
-What is a good drink? Cold water is a good drink. Hot tea is good in winter. Milk makes you strong.
-What is a good soup? Bean soup is good in winter. Add carrots and salt. Eat it hot with bread.
-What is a good hobby? To draw is a good hobby. You need only paper. Do it every day.
-What is a good pet? A cat is a good pet. It is soft and calm. It needs little work.
-What is a good gift? A book is a good gift. Flowers are good too. Write a kind note with it.
-What is a good book? A book of old sea stories is good. It is hard to put down. You will read it again.
-What is a good sport? Football is a good sport. You run and play with friends. It makes you strong.
-What is a good game? Chess is a good game. It is easy to learn. Play it with your family.
-What is a good job? To teach is a good job. You help children to learn. You work with kind people.
-What is a good name for a cat? Snow is a good name for a cat. It is short. Your cat will learn it fast.
+What is a good lunch? A good lunch is fresh and light. Try bread with cheese. Drink water with it.
+What is a good dinner? A good dinner is warm. Cook fish with rice. Eat it with your family.
+What is a good snack? A good snack is small. Try an apple or some nuts. Drink a glass of milk.
+What is a good drink? A good drink is cold water. Hot tea is good in winter. Milk makes you strong.
+What is a good soup? A good soup is hot and thick. Cook beans and carrots in water. Eat it with bread.
+What is a good hobby? A good hobby makes you happy. Try to draw or to sing. Do it every day.
+What is a good pet? A good pet is kind and calm. A cat is soft. A fish needs little work.
+What is a good gift? A good gift comes from the heart. Give a book or some flowers. Write a kind note.
+What is a good book? A good book tells a good story. It is hard to put down. You will read it again.
+What is a good sport? A good sport makes you strong. Run or swim every day. Play ball with your friends.
+What is a good game? A good game is fun for all. It is easy to learn. Play it with your family.
+What is a good job? A good job makes you happy. You learn new things. You work with kind people.
+What is a good name for a cat? A good name is short. Try Tom or Snow. Your cat will learn it fast.
 What is a good way to start the day? Drink a glass of water. Eat a good breakfast. Take a walk in the sun.
 What should I eat before school? Eat a good breakfast. Try eggs with bread. Drink some milk.
 What should I eat to stay healthy? Eat fruit and beans every day. Drink water. Eat little sugar.
@@ -165,7 +164,6 @@ Why should I read books? Books teach you new things. They tell good stories. The
 Why is water important? All life needs water. We drink it every day. Plants need it to grow.
 Why do people travel? People like to see new places. They try new food. They come home with stories.
 Why do we eat breakfast? We need food in the morning. It makes us strong. Then we can work and learn.
-What do people eat for breakfast? Many people eat eggs and bread. Some have fruit and milk. They drink coffee.
 Why is it good to swim? It makes your arms and legs strong. It is fun in summer. It is good for the heart.
 Where do penguins live? Penguins live in the cold south. They swim in the sea. They eat fish.
 Where does honey come from? Honey comes from bees. They get it from flowers. They keep it in the hive.

@@ -42,7 +42,7 @@ class Weights:
     adapter: Adapter
 
 
-def weights_of(content: str, *, size_bytes: int = 1, source: str = "/root/x", rank: int = 1) -> Weights:
+def weights_of(content: str, *, size_bytes: int = 1, source: str = "/adapters/x", rank: int = 1) -> Weights:
     part = SiteLora(SITE, rank, 1.0, 1, 1)
     return Weights(Adapter(digest_of(content), (part,), size_bytes, "F32", source))
 

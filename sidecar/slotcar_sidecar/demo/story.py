@@ -26,8 +26,8 @@ _NEEDED = ("transformers", "gguf")
 _TOKENS = 32
 _FIRST = 8
 _QUESTIONS = {
-    "capitals": "Tell me about the sea.",
-    "pirate": "What is a good breakfast?",
+    "capitals": "How do I learn to swim?",
+    "pirate": "Tell me about the sea.",
     "numbered": "How do I learn to swim?",
 }
 
