@@ -89,6 +89,7 @@ async def run(config: Config) -> None:
         await stop.wait()
         await _shut_down(rpc, cache, config.shutdown_seconds)
         expiry.cancel()
+        await _end_tasks()
 
 
 def _make_cache(config: Config, metrics: Metrics, resources: contextlib.ExitStack) -> AdapterCache:
@@ -168,6 +169,13 @@ async def _shut_down(rpc: Rpc, cache: AdapterCache, seconds: float) -> None:
     cache.close()
     await rpc.server.stop(_CLOSE_SECONDS)
     _log.info("stopped")
+
+
+async def _end_tasks() -> None:
+    """Lets what still runs come to its end: gRPC logs as a fault what the loop would cancel."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    if tasks:
+        await asyncio.wait(tasks, timeout=_CLOSE_SECONDS)
 
 
 async def _set_health(servicer: health.HealthServicer, *, serving: bool) -> None:
