@@ -216,9 +216,25 @@ def _bind(server: aio.Server, address: Address) -> Address:
 
 
 def _resolved(host: str) -> list[str]:
-    """The addresses of a name: gRPC would be content with any one of them, though another server has the rest."""
-    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE | socket.AI_ADDRCONFIG)
-    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+    """The addresses of a name that this machine has.
+
+    gRPC would be content with any one of them, though another server has the rest.
+    """
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    addresses = dict.fromkeys((family, str(address[0])) for family, *_, address in found)
+    usable = [address for family, address in addresses if _is_here(family, address)]
+    if not usable:
+        raise StartError(f"this machine has no address of {host}")
+    return usable
+
+
+def _is_here(family: int, address: str) -> bool:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import torch
 from safetensors.torch import load_file
-from slotcar_kernels.reference import lora_delta
 from slotcar_sidecar.store.peft import read_peft
 
 from tests.adapters import CONFIG_FILE, WEIGHTS_FILE, write_raw_adapter
@@ -21,11 +20,14 @@ Sites = Mapping[str, tuple[int, int]]
 
 
 class Lora(NamedTuple):
-    """delta = scale · (x aᵀ) bᵀ."""
+    """delta = scale · (x aᵀ) bᵀ, in float64."""
 
     a: torch.Tensor
     b: torch.Tensor
     scale: float
+
+    def delta(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * (x.double() @ self.a.t()) @ self.b.t()
 
 
 class Library:
@@ -47,7 +49,8 @@ class Library:
         for key, a in tensors.items():
             site, found, _ = key.removeprefix("base_model.model.").rpartition(".lora_A.weight")
             if found:
-                parts[site] = Lora(a, tensors[key.replace("lora_A", "lora_B")], config["lora_alpha"] / root)
+                b = tensors[key.replace("lora_A", "lora_B")]
+                parts[site] = Lora(a.double(), b.double(), config["lora_alpha"] / root)
         weights = read_peft((folder / CONFIG_FILE).read_bytes(), (folder / WEIGHTS_FILE).read_bytes(), str(folder))
         digest = str(weights.adapter.digest)
         self.parts[digest] = parts
@@ -72,7 +75,7 @@ class Library:
         for digest, count in zip(digests, row_counts, strict=True):
             lora = self.parts[digest].get(site) if digest else None
             if lora is not None:
-                out[start : start + count] = lora_delta(x[start : start + count], *lora)
+                out[start : start + count] = lora.delta(x[start : start + count])
             start += count
         assert start == x.shape[0]
         return out

@@ -80,7 +80,11 @@ class RawEngine:
     def request(
         self, generation: int, row_counts: Sequence[int], inputs: Mapping[str, np.ndarray], mapping_id: int = 1
     ) -> pb.ForwardRequest:
-        items = [pb.ForwardItem(site=site, x=tensor(x)) for site, x in inputs.items()]
+        items = []
+        before: np.ndarray | None = None
+        for site, x in inputs.items():
+            items.append(pb.ForwardItem(site=site, x=None if x is before else tensor(x)))
+            before = x
         return pb.ForwardRequest(
             session=self.session, mapping_id=mapping_id, generation=generation, row_counts=row_counts, items=items
         )

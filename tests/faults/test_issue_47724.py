@@ -182,7 +182,7 @@ def test_an_engine_that_ignores_everything_is_refused(
 ) -> None:
     """A, unloaded by force, C in its slot, and perhaps A again: digest and slot are as before, the bytes were not.
 
-    To see it fail: compare in Mapping.check_current the slot's digest instead of its mod_generation.
+    To see it fail, with the same bytes again: compare digests instead of mod_generation in Mapping.check_current.
     """
     site = LAYER.format(1, "self_attn.v_proj")
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))

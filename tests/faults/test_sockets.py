@@ -191,6 +191,30 @@ def test_a_second_server_on_one_ipv6_port_is_refused(served: Served) -> None:
     assert (code, found[1] in said) == (1, True), said
 
 
+class OnIpv6Only(SidecarProcess):
+    """A sidecar on a machine whose only address beyond loopback is an IPv6 one, as pods of some clusters have it."""
+
+    def command(self) -> list[str]:
+        network = "ip link set lo up && ip -6 addr add fd00::5/128 dev lo"
+        return ["unshare", "--net", "--map-root-user", "sh", "-c", f'{network} && exec "$@"', "sh", *super().command()]
+
+
+def _can_unshare() -> bool:
+    trial = ["unshare", "--net", "--map-root-user", "ip", "link", "set", "lo", "up"]
+    try:
+        return subprocess.run(trial, check=False, capture_output=True).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not _can_unshare(), reason="no network namespaces here")
+def test_loopback_is_there_whatever_the_other_addresses_are(tmp_path: Path) -> None:
+    """To see it fail: resolve with AI_ADDRCONFIG, for which loopback is no address."""
+    listen = ("--listen", "tcp://127.0.0.1:0", "--listen", "tcp://[::1]:0", "--listen", "tcp://localhost:0")
+    with OnIpv6Only(tmp_path, tmp_path, extra=listen) as sidecar:
+        assert answers(sidecar.target)
+
+
 def test_a_model_that_does_not_fit_is_refused_in_a_sentence(tmp_path: Path) -> None:
     """Not with a traceback; and nothing is bound."""
     (tmp_path / "spec.json").write_text(json.dumps(ONE_SITE), encoding="utf-8")
