@@ -47,6 +47,7 @@ from slotcar_sidecar.store.tiers import SourceAndHost
 
 _log = logging.getLogger("slotcar")
 
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _EXPIRY_SECONDS = 0.25
 _QUIET_SECONDS = 0.5
 _CLOSE_SECONDS = 2.0
@@ -68,7 +69,7 @@ async def run(config: Config) -> None:
     """Serves until SIGTERM or SIGINT. Raises StartError."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in _SIGNALS:
         loop.add_signal_handler(number, stop.set)
     _keep_freed_memory()
     with contextlib.ExitStack() as resources:
@@ -90,6 +91,9 @@ async def run(config: Config) -> None:
         await _shut_down(rpc, cache, config.shutdown_seconds)
         expiry.cancel()
         await _end_tasks()
+        for number in _SIGNALS:  # a second one must not spoil the end
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _make_cache(config: Config, metrics: Metrics, resources: contextlib.ExitStack) -> AdapterCache:

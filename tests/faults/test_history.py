@@ -27,7 +27,7 @@ from tests.faults.waiting import eventually
 from tests.server import SidecarProcess
 
 SLOTS = 3
-STEPS = int(os.environ.get("HISTORY_STEPS", "800"))
+STEPS = int(os.environ.get("HISTORY_STEPS", "600"))
 SEED = int(os.environ.get("HISTORY_SEED", "20"))
 NAMES = ("a", "b", "c", "d")
 KEPT, TAKEN = ("a", "b"), "c"

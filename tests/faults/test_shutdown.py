@@ -91,6 +91,9 @@ def test_with_a_session_that_is_idle(start: Callable[[float], SidecarProcess], n
             with pytest.raises(ShuttingDown) as caught:
                 list(events)
             assert caught.value.code is grpc.StatusCode.UNAVAILABLE
+        # Nor does a signal spoil the end once nothing waits for it any more.
+        eventually(lambda: "stopped" in sidecar.log, "the last line of the log")
+        sidecar.process.send_signal(number)
         ends_well(sidecar)
 
 

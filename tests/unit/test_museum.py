@@ -1,4 +1,4 @@
-"""The museum of public faults: one test per line of ../shared/FAULTS.md that this code can meet, in its order.
+"""The museum of faults that users of systems like this one reported in public: one test for each that can be met here.
 
 Each docstring names where the fault was seen and ends with a mutant of ours that makes the test fail. Other suites test
 most of this in more ways; here each fault has one small test that stands alone.

@@ -1,4 +1,4 @@
-"""Who reads which slot right now: a reader marks itself first, then checks the layout (DESIGN I2)."""
+"""Who reads which slot right now: a reader marks itself first, then checks the layout (invariant I2)."""
 
 from __future__ import annotations
 

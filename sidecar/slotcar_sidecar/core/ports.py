@@ -112,7 +112,7 @@ class Device(Protocol):
     def fill(self, slot: SlotId, weights: HostAdapter) -> None:
         """Writes an adapter into a slot, zero where it has no weights. Blocks; runs in the loader pool.
 
-        The caller guarantees that nobody reads the slot meanwhile (DESIGN I2).
+        The caller guarantees that nobody reads the slot meanwhile (invariant I2).
         """
 
     def prepare(self, entries: Sequence[tuple[SlotId | None, int]], items: Sequence[ForwardItem]) -> Batch:
