@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -421,20 +419,13 @@ def test_row_counts_that_are_none_are_refused(session: Session, counts: list[int
         session.forward({"site": torch.zeros(1, 4)}, row_counts=counts)
 
 
-def test_a_child_process_is_told_to_connect_again(session: Session) -> None:
+def test_a_child_process_is_told_to_connect_again(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process id stands for the fork itself, after which gRPC's threads are missing at random."""
+    session.set_mapping([("sql", 3)])
+    own = os.getpid()
+    monkeypatch.setattr("slotcar_client.rpc.os.getpid", lambda: own + 1)
+    for call in (lambda: session.forward({"q": X}), lambda: session.set_mapping([("sql", 1)])):
+        with pytest.raises(slotcar_client.Unavailable, match="fork"):
+            call()
+    monkeypatch.undo()
     session.set_mapping([("sql", 1)])
-    process = multiprocessing.get_context("fork").Process(target=_forward_in_a_child, args=(session,))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        process.start()
-    process.join(30)
-    assert process.exitcode == 0
-
-
-def _forward_in_a_child(session: Session) -> None:
-    code = 1
-    try:
-        session.set_mapping([("sql", 1)])
-    except slotcar_client.Unavailable as error:
-        code = 0 if "fork" in str(error) else 2
-    os._exit(code)
