@@ -312,7 +312,7 @@ def play(kinds: Sequence[type[Actor]], sidecar: SidecarProcess, library: Library
 def _nothing_is_left(sidecar: SidecarProcess, library: Library) -> None:
     """No pin, no keep, and every slot can be filled and emptied."""
     with slotcar_client.connect(sidecar.target) as client:
-        eventually(lambda: not any(adapter.pins for adapter in client.list()), "the end of all pins")
+        eventually(lambda: _is_quiet(client), "the end of all pins")
         for adapter in client.list():
             assert not adapter.keep
             client.unload(adapter.name)
@@ -320,3 +320,11 @@ def _nothing_is_left(sidecar: SidecarProcess, library: Library) -> None:
         digests = {client.load(name, library.root / f"{name}1").digest for name in NAMES[:SLOTS]}
         assert {slot.digest for slot in client.snapshot().layout.slots} == digests
     assert "fault in " not in sidecar.log
+
+
+def _is_quiet(client: Client) -> bool:
+    """Nothing is pinned: neither what has a name, nor what a slot drains for."""
+    snapshot = client.snapshot()
+    return not any(adapter.pins for adapter in snapshot.adapters) and not any(
+        slot.state == "draining" for slot in snapshot.layout.slots
+    )

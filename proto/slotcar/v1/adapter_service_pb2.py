@@ -22,56 +22,83 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 from slotcar.v1 import adapter_pb2 as slotcar_dot_v1_dot_adapter__pb2
 from slotcar.v1 import layout_pb2 as slotcar_dot_v1_dot_layout__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n slotcar/v1/adapter_service.proto\x12\nslotcar.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x18slotcar/v1/adapter.proto\x1a\x17slotcar/v1/layout.proto\"l\n\x12LoadAdapterRequest\x12\x0b\n\x03ref\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12+\n\x0bon_conflict\x18\x03 \x01(\x0e\x32\x16.slotcar.v1.OnConflict\x12\x0c\n\x04keep\x18\x04 \x01(\x08\"\xa8\x01\n\x13LoadAdapterResponse\x12$\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x13.slotcar.v1.Adapter\x12&\n\x06report\x18\x02 \x01(\x0b\x32\x16.slotcar.v1.LoadReport\x12)\n\x06layout\x18\x03 \x01(\x0b\x32\x19.slotcar.v1.LayoutVersion\x12\x18\n\x10\x61lready_resident\x18\x04 \x01(\x08\"2\n\x14UnloadAdapterRequest\x12\x0b\n\x03ref\x18\x01 \x01(\t\x12\r\n\x05\x66orce\x18\x02 \x01(\x08\"\x91\x01\n\x15UnloadAdapterResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12)\n\nslot_state\x18\x02 \x01(\x0e\x32\x15.slotcar.v1.SlotState\x12\x12\n\npins_ended\x18\x03 \x01(\r\x12)\n\x06layout\x18\x04 \x01(\x0b\x32\x19.slotcar.v1.LayoutVersion\"!\n\x12KeepAdapterRequest\x12\x0b\n\x03ref\x18\x01 \x01(\t\"f\n\x13KeepAdapterResponse\x12$\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x13.slotcar.v1.Adapter\x12)\n\x06layout\x18\x02 \x01(\x0b\x32\x19.slotcar.v1.LayoutVersion\"!\n\x12ReleaseKeepRequest\x12\x0b\n\x03ref\x18\x01 \x01(\t\"f\n\x13ReleaseKeepResponse\x12$\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x13.slotcar.v1.Adapter\x12)\n\x06layout\x18\x02 \x01(\x0b\x32\x19.slotcar.v1.LayoutVersion\" \n\x11GetAdapterRequest\x12\x0b\n\x03ref\x18\x01 \x01(\t\"e\n\x12GetAdapterResponse\x12$\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x13.slotcar.v1.Adapter\x12)\n\x06layout\x18\x02 \x01(\x0b\x32\x19.slotcar.v1.LayoutVersion\"<\n\x13ListAdaptersRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"z\n\x14ListAdaptersResponse\x12%\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x13.slotcar.v1.Adapter\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\"\n\x06layout\x18\x03 \x01(\x0b\x32\x12.slotcar.v1.Layout\"(\n\x16\x45stimateAdapterRequest\x12\x0e\n\x06source\x18\x01 \x01(\t\"\xb1\x01\n\x17\x45stimateAdapterResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12&\n\x06report\x18\x02 \x01(\x0b\x32\x16.slotcar.v1.LoadReport\x12\x0c\n\x04\x66its\x18\x03 \x01(\x08\x12\x0f\n\x07why_not\x18\x04 \x01(\t\x12\x14\n\x0c\x64\x65vice_bytes\x18\x05 \x01(\x04\x12)\n\x06layout\x18\x06 \x01(\x0b\x32\x19.slotcar.v1.LayoutVersion\"$\n\x12WatchEventsRequest\x12\x0e\n\x06replay\x18\x01 \x01(\r\"r\n\x13WatchEventsResponse\x12 \n\x05\x65vent\x18\x01 \x01(\x0b\x32\x11.slotcar.v1.Event\x12)\n\x06layout\x18\x02 \x01(\x0b\x32\x19.slotcar.v1.LayoutVersion\x12\x0e\n\x06missed\x18\x03 \x01(\x04\"\xc5\x01\n\x05\x45vent\x12#\n\x04kind\x18\x01 \x01(\x0e\x32\x15.slotcar.v1.EventKind\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x0c\n\x04name\x18\x04 \x01(\t\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\x12\x11\n\x04slot\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07session\x18\x07 \x01(\t\x12\x0e\n\x06reason\x18\x08 \x01(\tB\x07\n\x05_slot*X\n\nOnConflict\x12\x1b\n\x17ON_CONFLICT_UNSPECIFIED\x10\x00\x12\x14\n\x10ON_CONFLICT_FAIL\x10\x01\x12\x17\n\x13ON_CONFLICT_REPLACE\x10\x02*\xdd\x02\n\tEventKind\x12\x1a\n\x16\x45VENT_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11\x45VENT_KIND_LOADED\x10\x01\x12\x16\n\x12\x45VENT_KIND_REFUSED\x10\x02\x12\x16\n\x12\x45VENT_KIND_EVICTED\x10\x03\x12\x17\n\x13\x45VENT_KIND_REPLACED\x10\x04\x12\x17\n\x13\x45VENT_KIND_UNLOADED\x10\x05\x12\x17\n\x13\x45VENT_KIND_DRAINING\x10\x06\x12\x14\n\x10\x45VENT_KIND_FREED\x10\x07\x12\x13\n\x0f\x45VENT_KIND_KEPT\x10\x08\x12\x1c\n\x18\x45VENT_KIND_KEEP_RELEASED\x10\t\x12\x1d\n\x19\x45VENT_KIND_SESSION_OPENED\x10\n\x12\x1c\n\x18\x45VENT_KIND_SESSION_ENDED\x10\x0b\x12\x1c\n\x18\x45VENT_KIND_FORWARD_STALE\x10\x0c\x32\xa4\x05\n\x0e\x41\x64\x61pterService\x12N\n\x0bLoadAdapter\x12\x1e.slotcar.v1.LoadAdapterRequest\x1a\x1f.slotcar.v1.LoadAdapterResponse\x12T\n\rUnloadAdapter\x12 .slotcar.v1.UnloadAdapterRequest\x1a!.slotcar.v1.UnloadAdapterResponse\x12N\n\x0bKeepAdapter\x12\x1e.slotcar.v1.KeepAdapterRequest\x1a\x1f.slotcar.v1.KeepAdapterResponse\x12N\n\x0bReleaseKeep\x12\x1e.slotcar.v1.ReleaseKeepRequest\x1a\x1f.slotcar.v1.ReleaseKeepResponse\x12K\n\nGetAdapter\x12\x1d.slotcar.v1.GetAdapterRequest\x1a\x1e.slotcar.v1.GetAdapterResponse\x12Q\n\x0cListAdapters\x12\x1f.slotcar.v1.ListAdaptersRequest\x1a .slotcar.v1.ListAdaptersResponse\x12Z\n\x0f\x45stimateAdapter\x12\".slotcar.v1.EstimateAdapterRequest\x1a#.slotcar.v1.EstimateAdapterResponse\x12P\n\x0bWatchEvents\x12\x1e.slotcar.v1.WatchEventsRequest\x1a\x1f.slotcar.v1.WatchEventsResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n slotcar/v1/adapter_service.proto\x12\nslotcar.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x18slotcar/v1/adapter.proto\x1a\x17slotcar/v1/layout.proto\"\xb7\x01\n\x12LoadAdapterRequest\x12\x0b\n\x03ref\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12+\n\x0bon_conflict\x18\x03 \x01(\x0e\x32\x16.slotcar.v1.OnConflict\x12\x0c\n\x04keep\x18\x04 \x01(\x08\x12%\n\x0btarget_tier\x18\x05 \x01(\x0e\x32\x10.slotcar.v1.Tier\x12\"\n\x04hold\x18\x06 \x01(\x0b\x32\x14.slotcar.v1.LoadHold\"y\n\x08LoadHold\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0f\n\x07hold_id\x18\x02 \x01(\x04\x12+\n\x08\x64uration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1e\n\x04tier\x18\x04 \x01(\x0e\x32\x10.slotcar.v1.Tier\"\xa8\x01\n\x13LoadAdapterResponse\x12$\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x13.slotcar.v1.Adapter\x12&\n\x06report\x18\x02 \x01(\x0b\x32\x16.slotcar.v1.LoadReport\x12)\n\x06layout\x18\x03 \x01(\x0b\x32\x19.slotcar.v1.LayoutVersion\x12\x18\n\x10\x61lready_resident\x18\x04 \x01(\x08\"s\n\x18LoadAdapterStreamRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x18.slotcar.v1.UploadHeaderH\x00\x12\x10\n\x06\x63onfig\x18\x02 \x01(\x0cH\x00\x12\x11\n\x07weights\x18\x03 \x01(\x0cH\x00\x42\x06\n\x04part\"\xaa\x01\n\x0cUploadHeader\x12\x0b\n\x03ref\x18\x01 \x01(\t\x12+\n\x0bon_conflict\x18\x02 \x01(\x0e\x32\x16.slotcar.v1.OnConflict\x12\x0c\n\x04keep\x18\x03 \x01(\x08\x12%\n\x0btarget_tier\x18\x04 \x01(\x0e\x32\x10.slotcar.v1.Tier\x12\x14\n\x0c\x63onfig_bytes\x18\x05 \x01(\x04\x12\x15\n\rweights_bytes\x18\x06 \x01(\x04\"\xae\x01\n\x19LoadAdapterStreamResponse\x12$\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x13.slotcar.v1.Adapter\x12&\n\x06report\x18\x02 \x01(\x0b\x32\x16.slotcar.v1.LoadReport\x12)\n\x06layout\x18\x03 \x01(\x0b\x32\x19.slotcar.v1.LayoutVersion\x12\x18\n\x10\x61lready_resident\x18\x04 \x01(\x08\"2\n\x14UnloadAdapterRequest\x12\x0b\n\x03ref\x18\x01 \x01(\t\x12\r\n\x05\x66orce\x18\x02 \x01(\x08\"\x91\x01\n\x15UnloadAdapterResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12)\n\nslot_state\x18\x02 \x01(\x0e\x32\x15.slotcar.v1.SlotState\x12\x12\n\npins_ended\x18\x03 \x01(\r\x12)\n\x06layout\x18\x04 \x01(\x0b\x32\x19.slotcar.v1.LayoutVersion\"!\n\x12KeepAdapterRequest\x12\x0b\n\x03ref\x18\x01 \x01(\t\"f\n\x13KeepAdapterResponse\x12$\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x13.slotcar.v1.Adapter\x12)\n\x06layout\x18\x02 \x01(\x0b\x32\x19.slotcar.v1.LayoutVersion\"!\n\x12ReleaseKeepRequest\x12\x0b\n\x03ref\x18\x01 \x01(\t\"f\n\x13ReleaseKeepResponse\x12$\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x13.slotcar.v1.Adapter\x12)\n\x06layout\x18\x02 \x01(\x0b\x32\x19.slotcar.v1.LayoutVersion\" \n\x11GetAdapterRequest\x12\x0b\n\x03ref\x18\x01 \x01(\t\"e\n\x12GetAdapterResponse\x12$\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x13.slotcar.v1.Adapter\x12)\n\x06layout\x18\x02 \x01(\x0b\x32\x19.slotcar.v1.LayoutVersion\"<\n\x13ListAdaptersRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"z\n\x14ListAdaptersResponse\x12%\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x13.slotcar.v1.Adapter\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\"\n\x06layout\x18\x03 \x01(\x0b\x32\x12.slotcar.v1.Layout\"(\n\x16\x45stimateAdapterRequest\x12\x0e\n\x06source\x18\x01 \x01(\t\"\xb1\x01\n\x17\x45stimateAdapterResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12&\n\x06report\x18\x02 \x01(\x0b\x32\x16.slotcar.v1.LoadReport\x12\x0c\n\x04\x66its\x18\x03 \x01(\x08\x12\x0f\n\x07why_not\x18\x04 \x01(\t\x12\x14\n\x0c\x64\x65vice_bytes\x18\x05 \x01(\x04\x12)\n\x06layout\x18\x06 \x01(\x0b\x32\x19.slotcar.v1.LayoutVersion\"\x14\n\x12GetCapacityRequest\"\xce\x03\n\x13GetCapacityResponse\x12)\n\x06layout\x18\x01 \x01(\x0b\x32\x19.slotcar.v1.LayoutVersion\x12\r\n\x05slots\x18\x02 \x01(\r\x12\x12\n\nslots_free\x18\x03 \x01(\r\x12\x15\n\rslots_filling\x18\x04 \x01(\r\x12\x16\n\x0eslots_occupied\x18\x05 \x01(\r\x12\x16\n\x0eslots_draining\x18\x06 \x01(\r\x12\x14\n\x0cslots_pinned\x18\x07 \x01(\r\x12\x17\n\x0fslots_available\x18\x08 \x01(\r\x12\x16\n\x0eslots_reserved\x18\t \x01(\r\x12\r\n\x05keeps\x18\n \x01(\r\x12\x12\n\nslot_bytes\x18\x0b \x01(\x04\x12\x17\n\x0fhost_bytes_used\x18\x0c \x01(\x04\x12\x1b\n\x13host_bytes_capacity\x18\r \x01(\x04\x12\x17\n\x0fhost_bytes_held\x18\x0e \x01(\x04\x12\x10\n\x08\x61\x64\x61pters\x18\x0f \x01(\r\x12\x19\n\x11\x61\x64\x61pters_capacity\x18\x10 \x01(\r\x12\x10\n\x08sessions\x18\x11 \x01(\r\x12\x19\n\x11sessions_capacity\x18\x12 \x01(\r\x12\x0f\n\x07waiting\x18\x13 \x01(\r\"<\n\x13ListSessionsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"\x80\x01\n\x14ListSessionsResponse\x12+\n\x08sessions\x18\x01 \x03(\x0b\x32\x19.slotcar.v1.SessionStatus\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\"\n\x06layout\x18\x03 \x01(\x0b\x32\x12.slotcar.v1.Layout\"\x9d\x02\n\rSessionStatus\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x13\n\x0b\x63lient_name\x18\x02 \x01(\t\x12\x10\n\x08\x61ttached\x18\x03 \x01(\x08\x12-\n\ngrace_left\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\r\n\x05ranks\x18\x05 \x01(\r\x12\x0e\n\x06joined\x18\x06 \x03(\r\x12\x16\n\x0ereserved_slots\x18\x07 \x01(\r\x12+\n\x08mappings\x18\x08 \x03(\x0b\x32\x19.slotcar.v1.MappingStatus\x12%\n\x05holds\x18\t \x03(\x0b\x32\x16.slotcar.v1.HoldStatus\x12\x1a\n\x12\x66orwards_in_flight\x18\n \x01(\r\"\x9e\x01\n\rMappingStatus\x12\x12\n\nmapping_id\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x0c\n\x04refs\x18\x03 \x03(\t\x12\r\n\x05slots\x18\x04 \x03(\r\x12\x0e\n\x06pinned\x18\x05 \x01(\x08\x12\x0f\n\x07\x63urrent\x18\x06 \x01(\x08\x12\'\n\x04idle\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"s\n\nHoldStatus\x12\x0f\n\x07hold_id\x18\x01 \x01(\x04\x12\x0b\n\x03ref\x18\x02 \x01(\t\x12\x1e\n\x04tier\x18\x03 \x01(\x0e\x32\x10.slotcar.v1.Tier\x12\'\n\x04left\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"$\n\x11\x45ndSessionRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\"N\n\x12\x45ndSessionResponse\x12\r\n\x05\x65nded\x18\x01 \x01(\x08\x12)\n\x06layout\x18\x02 \x01(\x0b\x32\x19.slotcar.v1.LayoutVersion\"$\n\x12WatchEventsRequest\x12\x0e\n\x06replay\x18\x01 \x01(\r\"r\n\x13WatchEventsResponse\x12 \n\x05\x65vent\x18\x01 \x01(\x0b\x32\x11.slotcar.v1.Event\x12)\n\x06layout\x18\x02 \x01(\x0b\x32\x19.slotcar.v1.LayoutVersion\x12\x0e\n\x06missed\x18\x03 \x01(\x04\"\xc5\x01\n\x05\x45vent\x12#\n\x04kind\x18\x01 \x01(\x0e\x32\x15.slotcar.v1.EventKind\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x0c\n\x04name\x18\x04 \x01(\t\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\x12\x11\n\x04slot\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07session\x18\x07 \x01(\t\x12\x0e\n\x06reason\x18\x08 \x01(\tB\x07\n\x05_slot*X\n\nOnConflict\x12\x1b\n\x17ON_CONFLICT_UNSPECIFIED\x10\x00\x12\x14\n\x10ON_CONFLICT_FAIL\x10\x01\x12\x17\n\x13ON_CONFLICT_REPLACE\x10\x02*\xa8\x03\n\tEventKind\x12\x1a\n\x16\x45VENT_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11\x45VENT_KIND_LOADED\x10\x01\x12\x16\n\x12\x45VENT_KIND_REFUSED\x10\x02\x12\x16\n\x12\x45VENT_KIND_EVICTED\x10\x03\x12\x17\n\x13\x45VENT_KIND_REPLACED\x10\x04\x12\x17\n\x13\x45VENT_KIND_UNLOADED\x10\x05\x12\x17\n\x13\x45VENT_KIND_DRAINING\x10\x06\x12\x14\n\x10\x45VENT_KIND_FREED\x10\x07\x12\x13\n\x0f\x45VENT_KIND_KEPT\x10\x08\x12\x1c\n\x18\x45VENT_KIND_KEEP_RELEASED\x10\t\x12\x1d\n\x19\x45VENT_KIND_SESSION_OPENED\x10\n\x12\x1c\n\x18\x45VENT_KIND_SESSION_ENDED\x10\x0b\x12\x1c\n\x18\x45VENT_KIND_FORWARD_STALE\x10\x0c\x12\x13\n\x0f\x45VENT_KIND_HELD\x10\r\x12\x1c\n\x18\x45VENT_KIND_HOLD_RELEASED\x10\x0e\x12\x16\n\x12\x45VENT_KIND_EXPIRED\x10\x0f\x32\xf8\x07\n\x0e\x41\x64\x61pterService\x12N\n\x0bLoadAdapter\x12\x1e.slotcar.v1.LoadAdapterRequest\x1a\x1f.slotcar.v1.LoadAdapterResponse\x12\x62\n\x11LoadAdapterStream\x12$.slotcar.v1.LoadAdapterStreamRequest\x1a%.slotcar.v1.LoadAdapterStreamResponse(\x01\x12T\n\rUnloadAdapter\x12 .slotcar.v1.UnloadAdapterRequest\x1a!.slotcar.v1.UnloadAdapterResponse\x12N\n\x0bKeepAdapter\x12\x1e.slotcar.v1.KeepAdapterRequest\x1a\x1f.slotcar.v1.KeepAdapterResponse\x12N\n\x0bReleaseKeep\x12\x1e.slotcar.v1.ReleaseKeepRequest\x1a\x1f.slotcar.v1.ReleaseKeepResponse\x12K\n\nGetAdapter\x12\x1d.slotcar.v1.GetAdapterRequest\x1a\x1e.slotcar.v1.GetAdapterResponse\x12Q\n\x0cListAdapters\x12\x1f.slotcar.v1.ListAdaptersRequest\x1a .slotcar.v1.ListAdaptersResponse\x12Z\n\x0f\x45stimateAdapter\x12\".slotcar.v1.EstimateAdapterRequest\x1a#.slotcar.v1.EstimateAdapterResponse\x12N\n\x0bGetCapacity\x12\x1e.slotcar.v1.GetCapacityRequest\x1a\x1f.slotcar.v1.GetCapacityResponse\x12Q\n\x0cListSessions\x12\x1f.slotcar.v1.ListSessionsRequest\x1a .slotcar.v1.ListSessionsResponse\x12K\n\nEndSession\x12\x1d.slotcar.v1.EndSessionRequest\x1a\x1e.slotcar.v1.EndSessionResponse\x12P\n\x0bWatchEvents\x12\x1e.slotcar.v1.WatchEventsRequest\x1a\x1f.slotcar.v1.WatchEventsResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'slotcar.v1.adapter_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ONCONFLICT']._serialized_start=1790
-  _globals['_ONCONFLICT']._serialized_end=1878
-  _globals['_EVENTKIND']._serialized_start=1881
-  _globals['_EVENTKIND']._serialized_end=2230
-  _globals['_LOADADAPTERREQUEST']._serialized_start=132
-  _globals['_LOADADAPTERREQUEST']._serialized_end=240
-  _globals['_LOADADAPTERRESPONSE']._serialized_start=243
-  _globals['_LOADADAPTERRESPONSE']._serialized_end=411
-  _globals['_UNLOADADAPTERREQUEST']._serialized_start=413
-  _globals['_UNLOADADAPTERREQUEST']._serialized_end=463
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=466
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=611
-  _globals['_KEEPADAPTERREQUEST']._serialized_start=613
-  _globals['_KEEPADAPTERREQUEST']._serialized_end=646
-  _globals['_KEEPADAPTERRESPONSE']._serialized_start=648
-  _globals['_KEEPADAPTERRESPONSE']._serialized_end=750
-  _globals['_RELEASEKEEPREQUEST']._serialized_start=752
-  _globals['_RELEASEKEEPREQUEST']._serialized_end=785
-  _globals['_RELEASEKEEPRESPONSE']._serialized_start=787
-  _globals['_RELEASEKEEPRESPONSE']._serialized_end=889
-  _globals['_GETADAPTERREQUEST']._serialized_start=891
-  _globals['_GETADAPTERREQUEST']._serialized_end=923
-  _globals['_GETADAPTERRESPONSE']._serialized_start=925
-  _globals['_GETADAPTERRESPONSE']._serialized_end=1026
-  _globals['_LISTADAPTERSREQUEST']._serialized_start=1028
-  _globals['_LISTADAPTERSREQUEST']._serialized_end=1088
-  _globals['_LISTADAPTERSRESPONSE']._serialized_start=1090
-  _globals['_LISTADAPTERSRESPONSE']._serialized_end=1212
-  _globals['_ESTIMATEADAPTERREQUEST']._serialized_start=1214
-  _globals['_ESTIMATEADAPTERREQUEST']._serialized_end=1254
-  _globals['_ESTIMATEADAPTERRESPONSE']._serialized_start=1257
-  _globals['_ESTIMATEADAPTERRESPONSE']._serialized_end=1434
-  _globals['_WATCHEVENTSREQUEST']._serialized_start=1436
-  _globals['_WATCHEVENTSREQUEST']._serialized_end=1472
-  _globals['_WATCHEVENTSRESPONSE']._serialized_start=1474
-  _globals['_WATCHEVENTSRESPONSE']._serialized_end=1588
-  _globals['_EVENT']._serialized_start=1591
-  _globals['_EVENT']._serialized_end=1788
-  _globals['_ADAPTERSERVICE']._serialized_start=2233
-  _globals['_ADAPTERSERVICE']._serialized_end=2909
+  _globals['_ONCONFLICT']._serialized_start=3852
+  _globals['_ONCONFLICT']._serialized_end=3940
+  _globals['_EVENTKIND']._serialized_start=3943
+  _globals['_EVENTKIND']._serialized_end=4367
+  _globals['_LOADADAPTERREQUEST']._serialized_start=165
+  _globals['_LOADADAPTERREQUEST']._serialized_end=348
+  _globals['_LOADHOLD']._serialized_start=350
+  _globals['_LOADHOLD']._serialized_end=471
+  _globals['_LOADADAPTERRESPONSE']._serialized_start=474
+  _globals['_LOADADAPTERRESPONSE']._serialized_end=642
+  _globals['_LOADADAPTERSTREAMREQUEST']._serialized_start=644
+  _globals['_LOADADAPTERSTREAMREQUEST']._serialized_end=759
+  _globals['_UPLOADHEADER']._serialized_start=762
+  _globals['_UPLOADHEADER']._serialized_end=932
+  _globals['_LOADADAPTERSTREAMRESPONSE']._serialized_start=935
+  _globals['_LOADADAPTERSTREAMRESPONSE']._serialized_end=1109
+  _globals['_UNLOADADAPTERREQUEST']._serialized_start=1111
+  _globals['_UNLOADADAPTERREQUEST']._serialized_end=1161
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=1164
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=1309
+  _globals['_KEEPADAPTERREQUEST']._serialized_start=1311
+  _globals['_KEEPADAPTERREQUEST']._serialized_end=1344
+  _globals['_KEEPADAPTERRESPONSE']._serialized_start=1346
+  _globals['_KEEPADAPTERRESPONSE']._serialized_end=1448
+  _globals['_RELEASEKEEPREQUEST']._serialized_start=1450
+  _globals['_RELEASEKEEPREQUEST']._serialized_end=1483
+  _globals['_RELEASEKEEPRESPONSE']._serialized_start=1485
+  _globals['_RELEASEKEEPRESPONSE']._serialized_end=1587
+  _globals['_GETADAPTERREQUEST']._serialized_start=1589
+  _globals['_GETADAPTERREQUEST']._serialized_end=1621
+  _globals['_GETADAPTERRESPONSE']._serialized_start=1623
+  _globals['_GETADAPTERRESPONSE']._serialized_end=1724
+  _globals['_LISTADAPTERSREQUEST']._serialized_start=1726
+  _globals['_LISTADAPTERSREQUEST']._serialized_end=1786
+  _globals['_LISTADAPTERSRESPONSE']._serialized_start=1788
+  _globals['_LISTADAPTERSRESPONSE']._serialized_end=1910
+  _globals['_ESTIMATEADAPTERREQUEST']._serialized_start=1912
+  _globals['_ESTIMATEADAPTERREQUEST']._serialized_end=1952
+  _globals['_ESTIMATEADAPTERRESPONSE']._serialized_start=1955
+  _globals['_ESTIMATEADAPTERRESPONSE']._serialized_end=2132
+  _globals['_GETCAPACITYREQUEST']._serialized_start=2134
+  _globals['_GETCAPACITYREQUEST']._serialized_end=2154
+  _globals['_GETCAPACITYRESPONSE']._serialized_start=2157
+  _globals['_GETCAPACITYRESPONSE']._serialized_end=2619
+  _globals['_LISTSESSIONSREQUEST']._serialized_start=2621
+  _globals['_LISTSESSIONSREQUEST']._serialized_end=2681
+  _globals['_LISTSESSIONSRESPONSE']._serialized_start=2684
+  _globals['_LISTSESSIONSRESPONSE']._serialized_end=2812
+  _globals['_SESSIONSTATUS']._serialized_start=2815
+  _globals['_SESSIONSTATUS']._serialized_end=3100
+  _globals['_MAPPINGSTATUS']._serialized_start=3103
+  _globals['_MAPPINGSTATUS']._serialized_end=3261
+  _globals['_HOLDSTATUS']._serialized_start=3263
+  _globals['_HOLDSTATUS']._serialized_end=3378
+  _globals['_ENDSESSIONREQUEST']._serialized_start=3380
+  _globals['_ENDSESSIONREQUEST']._serialized_end=3416
+  _globals['_ENDSESSIONRESPONSE']._serialized_start=3418
+  _globals['_ENDSESSIONRESPONSE']._serialized_end=3496
+  _globals['_WATCHEVENTSREQUEST']._serialized_start=3498
+  _globals['_WATCHEVENTSREQUEST']._serialized_end=3534
+  _globals['_WATCHEVENTSRESPONSE']._serialized_start=3536
+  _globals['_WATCHEVENTSRESPONSE']._serialized_end=3650
+  _globals['_EVENT']._serialized_start=3653
+  _globals['_EVENT']._serialized_end=3850
+  _globals['_ADAPTERSERVICE']._serialized_start=4370
+  _globals['_ADAPTERSERVICE']._serialized_end=5386
 # @@protoc_insertion_point(module_scope)

@@ -5,6 +5,7 @@ isort:skip_file
 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
@@ -78,6 +79,12 @@ class _EventKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EventKind.V
     """A session ended, by CloseSession or because its grace passed."""
     EVENT_KIND_FORWARD_STALE: _EventKind.ValueType  # 12
     """A Forward was refused because its mapping was stale."""
+    EVENT_KIND_HELD: _EventKind.ValueType  # 13
+    """A session holds an adapter."""
+    EVENT_KIND_HOLD_RELEASED: _EventKind.ValueType  # 14
+    """A hold ended: released, its time over, its session gone, or by force."""
+    EVENT_KIND_EXPIRED: _EventKind.ValueType  # 15
+    """A mapping was idle and lost its pins; it stays valid."""
 
 class EventKind(_EventKind, metaclass=_EventKindEnumTypeWrapper):
     """What happened."""
@@ -108,6 +115,12 @@ EVENT_KIND_SESSION_ENDED: EventKind.ValueType  # 11
 """A session ended, by CloseSession or because its grace passed."""
 EVENT_KIND_FORWARD_STALE: EventKind.ValueType  # 12
 """A Forward was refused because its mapping was stale."""
+EVENT_KIND_HELD: EventKind.ValueType  # 13
+"""A session holds an adapter."""
+EVENT_KIND_HOLD_RELEASED: EventKind.ValueType  # 14
+"""A hold ended: released, its time over, its session gone, or by force."""
+EVENT_KIND_EXPIRED: EventKind.ValueType  # 15
+"""A mapping was idle and lost its pins; it stays valid."""
 Global___EventKind: _TypeAlias = EventKind  # noqa: Y015
 
 @_typing.final
@@ -120,6 +133,8 @@ class LoadAdapterRequest(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     ON_CONFLICT_FIELD_NUMBER: _builtins.int
     KEEP_FIELD_NUMBER: _builtins.int
+    TARGET_TIER_FIELD_NUMBER: _builtins.int
+    HOLD_FIELD_NUMBER: _builtins.int
     ref: _builtins.str
     """"name" or "name@sha256:…"; with a digest, other bytes are refused with DIGEST_MISMATCH."""
     source: _builtins.str
@@ -128,6 +143,14 @@ class LoadAdapterRequest(_message.Message):
     """What to do when the name already has other bytes."""
     keep: _builtins.bool
     """Also keep the name."""
+    target_tier: _adapter_pb2.Tier.ValueType
+    """Where the adapter is wanted: TIER_HOST, verified in memory and in no slot until a SetMapping with `load` asks for
+    it, or TIER_DEVICE. Unspecified is read as TIER_DEVICE.
+    """
+    @_builtins.property
+    def hold(self) -> Global___LoadHold:
+        """Also hold the adapter for a session, in the same step."""
+
     def __init__(
         self,
         *,
@@ -135,14 +158,52 @@ class LoadAdapterRequest(_message.Message):
         source: _builtins.str = ...,
         on_conflict: Global___OnConflict.ValueType = ...,
         keep: _builtins.bool = ...,
+        target_tier: _adapter_pb2.Tier.ValueType = ...,
+        hold: Global___LoadHold | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hold", b"hold"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keep", b"keep", "on_conflict", b"on_conflict", "ref", b"ref", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hold", b"hold", "keep", b"keep", "on_conflict", b"on_conflict", "ref", b"ref", "source", b"source", "target_tier", b"target_tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LoadAdapterRequest: _TypeAlias = LoadAdapterRequest  # noqa: Y015
+
+@_typing.final
+class LoadHold(_message.Message):
+    """A hold that begins with a load, counted from the moment at which the adapter is there."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    HOLD_ID_FIELD_NUMBER: _builtins.int
+    DURATION_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    session: _builtins.str
+    """The session's id."""
+    hold_id: _builtins.int
+    """The caller's id for the hold; the hold that has it is replaced."""
+    tier: _adapter_pb2.Tier.ValueType
+    """As in HoldAdapterRequest."""
+    @_builtins.property
+    def duration(self) -> _duration_pb2.Duration:
+        """How long. Absent: until released. More than 0, at most a day."""
+
+    def __init__(
+        self,
+        *,
+        session: _builtins.str = ...,
+        hold_id: _builtins.int = ...,
+        duration: _duration_pb2.Duration | None = ...,
+        tier: _adapter_pb2.Tier.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration", "hold_id", b"hold_id", "session", b"session", "tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadHold: _TypeAlias = LoadHold  # noqa: Y015
 
 @_typing.final
 class LoadAdapterResponse(_message.Message):
@@ -183,6 +244,122 @@ class LoadAdapterResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LoadAdapterResponse: _TypeAlias = LoadAdapterResponse  # noqa: Y015
+
+@_typing.final
+class LoadAdapterStreamRequest(_message.Message):
+    """One part of an adapter that comes with the call."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    CONFIG_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    config: _builtins.bytes
+    """The next bytes of adapter_config.json; all of them come before the weights."""
+    weights: _builtins.bytes
+    """The next bytes of adapter_model.safetensors."""
+    @_builtins.property
+    def header(self) -> Global___UploadHeader:
+        """The first message: what to do."""
+
+    def __init__(
+        self,
+        *,
+        header: Global___UploadHeader | None = ...,
+        config: _builtins.bytes = ...,
+        weights: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "header", b"header", "part", b"part", "weights", b"weights"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "header", b"header", "part", b"part", "weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["header", "config", "weights"]  # noqa: Y015
+    _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
+
+Global___LoadAdapterStreamRequest: _TypeAlias = LoadAdapterStreamRequest  # noqa: Y015
+
+@_typing.final
+class UploadHeader(_message.Message):
+    """What to do with the adapter that comes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REF_FIELD_NUMBER: _builtins.int
+    ON_CONFLICT_FIELD_NUMBER: _builtins.int
+    KEEP_FIELD_NUMBER: _builtins.int
+    TARGET_TIER_FIELD_NUMBER: _builtins.int
+    CONFIG_BYTES_FIELD_NUMBER: _builtins.int
+    WEIGHTS_BYTES_FIELD_NUMBER: _builtins.int
+    ref: _builtins.str
+    """"name" or "name@sha256:…"; with a digest, other bytes are refused with DIGEST_MISMATCH."""
+    on_conflict: Global___OnConflict.ValueType
+    """What to do when the name already has other bytes."""
+    keep: _builtins.bool
+    """Also keep the name."""
+    target_tier: _adapter_pb2.Tier.ValueType
+    """As in LoadAdapterRequest."""
+    config_bytes: _builtins.int
+    """Size of adapter_config.json, in bytes."""
+    weights_bytes: _builtins.int
+    """Size of adapter_model.safetensors, in bytes."""
+    def __init__(
+        self,
+        *,
+        ref: _builtins.str = ...,
+        on_conflict: Global___OnConflict.ValueType = ...,
+        keep: _builtins.bool = ...,
+        target_tier: _adapter_pb2.Tier.ValueType = ...,
+        config_bytes: _builtins.int = ...,
+        weights_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_bytes", b"config_bytes", "keep", b"keep", "on_conflict", b"on_conflict", "ref", b"ref", "target_tier", b"target_tier", "weights_bytes", b"weights_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UploadHeader: _TypeAlias = UploadHeader  # noqa: Y015
+
+@_typing.final
+class LoadAdapterStreamResponse(_message.Message):
+    """The adapter is there and named."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    REPORT_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    ALREADY_RESIDENT_FIELD_NUMBER: _builtins.int
+    already_resident: _builtins.bool
+    """The bytes were there already and nothing was written."""
+    @_builtins.property
+    def adapter(self) -> _adapter_pb2.Adapter:
+        """The adapter, with its sites."""
+
+    @_builtins.property
+    def report(self) -> _adapter_pb2.LoadReport:
+        """What became of each part of the adapter."""
+
+    @_builtins.property
+    def layout(self) -> _layout_pb2.LayoutVersion:
+        """The layout at which it is there."""
+
+    def __init__(
+        self,
+        *,
+        adapter: _adapter_pb2.Adapter | None = ...,
+        report: _adapter_pb2.LoadReport | None = ...,
+        layout: _layout_pb2.LayoutVersion | None = ...,
+        already_resident: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "layout", b"layout", "report", b"report"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "already_resident", b"already_resident", "layout", b"layout", "report", b"report"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadAdapterStreamResponse: _TypeAlias = LoadAdapterStreamResponse  # noqa: Y015
 
 @_typing.final
 class UnloadAdapterRequest(_message.Message):
@@ -531,6 +708,383 @@ class EstimateAdapterResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EstimateAdapterResponse: _TypeAlias = EstimateAdapterResponse  # noqa: Y015
+
+@_typing.final
+class GetCapacityRequest(_message.Message):
+    """Asks for the capacity."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetCapacityRequest: _TypeAlias = GetCapacityRequest  # noqa: Y015
+
+@_typing.final
+class GetCapacityResponse(_message.Message):
+    """How full the server is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    SLOTS_FREE_FIELD_NUMBER: _builtins.int
+    SLOTS_FILLING_FIELD_NUMBER: _builtins.int
+    SLOTS_OCCUPIED_FIELD_NUMBER: _builtins.int
+    SLOTS_DRAINING_FIELD_NUMBER: _builtins.int
+    SLOTS_PINNED_FIELD_NUMBER: _builtins.int
+    SLOTS_AVAILABLE_FIELD_NUMBER: _builtins.int
+    SLOTS_RESERVED_FIELD_NUMBER: _builtins.int
+    KEEPS_FIELD_NUMBER: _builtins.int
+    SLOT_BYTES_FIELD_NUMBER: _builtins.int
+    HOST_BYTES_USED_FIELD_NUMBER: _builtins.int
+    HOST_BYTES_CAPACITY_FIELD_NUMBER: _builtins.int
+    HOST_BYTES_HELD_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    ADAPTERS_CAPACITY_FIELD_NUMBER: _builtins.int
+    SESSIONS_FIELD_NUMBER: _builtins.int
+    SESSIONS_CAPACITY_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    slots: _builtins.int
+    """All slots."""
+    slots_free: _builtins.int
+    """Slots that hold nothing."""
+    slots_filling: _builtins.int
+    """Slots that are being written."""
+    slots_occupied: _builtins.int
+    """Slots that hold a named adapter."""
+    slots_draining: _builtins.int
+    """Slots that hold an adapter without a name."""
+    slots_pinned: _builtins.int
+    """Slots that at least one mapping or hold pins."""
+    slots_available: _builtins.int
+    """Slots that a load without a session could take now: free, or neither pinned, kept, being loaded nor reserved."""
+    slots_reserved: _builtins.int
+    """Slots that sessions reserved."""
+    keeps: _builtins.int
+    """Names that are kept."""
+    slot_bytes: _builtins.int
+    """Size of one slot, in bytes; 0 while the model is unknown."""
+    host_bytes_used: _builtins.int
+    """Bytes in the host tier."""
+    host_bytes_capacity: _builtins.int
+    """The most bytes that the host tier may have."""
+    host_bytes_held: _builtins.int
+    """Bytes in the host tier that may not be dropped: held, or without a source to come from again."""
+    adapters: _builtins.int
+    """Names of adapters."""
+    adapters_capacity: _builtins.int
+    """The most names."""
+    sessions: _builtins.int
+    """Sessions."""
+    sessions_capacity: _builtins.int
+    """The most sessions."""
+    waiting: _builtins.int
+    """SetMapping calls that wait for slots."""
+    @_builtins.property
+    def layout(self) -> _layout_pb2.LayoutVersion:
+        """The layout at the time of the answer."""
+
+    def __init__(
+        self,
+        *,
+        layout: _layout_pb2.LayoutVersion | None = ...,
+        slots: _builtins.int = ...,
+        slots_free: _builtins.int = ...,
+        slots_filling: _builtins.int = ...,
+        slots_occupied: _builtins.int = ...,
+        slots_draining: _builtins.int = ...,
+        slots_pinned: _builtins.int = ...,
+        slots_available: _builtins.int = ...,
+        slots_reserved: _builtins.int = ...,
+        keeps: _builtins.int = ...,
+        slot_bytes: _builtins.int = ...,
+        host_bytes_used: _builtins.int = ...,
+        host_bytes_capacity: _builtins.int = ...,
+        host_bytes_held: _builtins.int = ...,
+        adapters: _builtins.int = ...,
+        adapters_capacity: _builtins.int = ...,
+        sessions: _builtins.int = ...,
+        sessions_capacity: _builtins.int = ...,
+        waiting: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "adapters_capacity", b"adapters_capacity", "host_bytes_capacity", b"host_bytes_capacity", "host_bytes_held", b"host_bytes_held", "host_bytes_used", b"host_bytes_used", "keeps", b"keeps", "layout", b"layout", "sessions", b"sessions", "sessions_capacity", b"sessions_capacity", "slot_bytes", b"slot_bytes", "slots", b"slots", "slots_available", b"slots_available", "slots_draining", b"slots_draining", "slots_filling", b"slots_filling", "slots_free", b"slots_free", "slots_occupied", b"slots_occupied", "slots_pinned", b"slots_pinned", "slots_reserved", b"slots_reserved", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetCapacityResponse: _TypeAlias = GetCapacityResponse  # noqa: Y015
+
+@_typing.final
+class ListSessionsRequest(_message.Message):
+    """Asks for one page of the list."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """At most this many sessions in the answer; 0 is read as 100, and more than 1000 as 1000."""
+    page_token: _builtins.str
+    """The token of the page before, or empty for the first page."""
+    def __init__(
+        self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListSessionsRequest: _TypeAlias = ListSessionsRequest  # noqa: Y015
+
+@_typing.final
+class ListSessionsResponse(_message.Message):
+    """One page of the list."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSIONS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Token of the next page; empty on the last. A token is good for a minute at most."""
+    @_builtins.property
+    def sessions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionStatus]:
+        """Sessions in the order in which they were opened."""
+
+    @_builtins.property
+    def layout(self) -> _layout_pb2.Layout:
+        """The layout when the snapshot was taken."""
+
+    def __init__(
+        self,
+        *,
+        sessions: _abc.Iterable[Global___SessionStatus] | None = ...,
+        next_page_token: _builtins.str = ...,
+        layout: _layout_pb2.Layout | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "next_page_token", b"next_page_token", "sessions", b"sessions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListSessionsResponse: _TypeAlias = ListSessionsResponse  # noqa: Y015
+
+@_typing.final
+class SessionStatus(_message.Message):
+    """One session, as others may see it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    CLIENT_NAME_FIELD_NUMBER: _builtins.int
+    ATTACHED_FIELD_NUMBER: _builtins.int
+    GRACE_LEFT_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    JOINED_FIELD_NUMBER: _builtins.int
+    RESERVED_SLOTS_FIELD_NUMBER: _builtins.int
+    MAPPINGS_FIELD_NUMBER: _builtins.int
+    HOLDS_FIELD_NUMBER: _builtins.int
+    FORWARDS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    session: _builtins.str
+    """The first 8 characters of the session's id, unique among the sessions of now; the rest of it is a secret."""
+    client_name: _builtins.str
+    """The name that its client gave."""
+    attached: _builtins.bool
+    """A stream keeps it alive."""
+    ranks: _builtins.int
+    """How many processes compute for it."""
+    reserved_slots: _builtins.int
+    """Slots that are its own."""
+    forwards_in_flight: _builtins.int
+    """Its Forwards that run now."""
+    @_builtins.property
+    def grace_left(self) -> _duration_pb2.Duration:
+        """How much of its grace is left; absent while it is attached."""
+
+    @_builtins.property
+    def joined(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The ranks that have joined, in order."""
+
+    @_builtins.property
+    def mappings(self) -> _containers.RepeatedCompositeFieldContainer[Global___MappingStatus]:
+        """Its mappings, by id."""
+
+    @_builtins.property
+    def holds(self) -> _containers.RepeatedCompositeFieldContainer[Global___HoldStatus]:
+        """Its holds, by id."""
+
+    def __init__(
+        self,
+        *,
+        session: _builtins.str = ...,
+        client_name: _builtins.str = ...,
+        attached: _builtins.bool = ...,
+        grace_left: _duration_pb2.Duration | None = ...,
+        ranks: _builtins.int = ...,
+        joined: _abc.Iterable[_builtins.int] | None = ...,
+        reserved_slots: _builtins.int = ...,
+        mappings: _abc.Iterable[Global___MappingStatus] | None = ...,
+        holds: _abc.Iterable[Global___HoldStatus] | None = ...,
+        forwards_in_flight: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grace_left", b"grace_left"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "client_name", b"client_name", "forwards_in_flight", b"forwards_in_flight", "grace_left", b"grace_left", "holds", b"holds", "joined", b"joined", "mappings", b"mappings", "ranks", b"ranks", "reserved_slots", b"reserved_slots", "session", b"session"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionStatus: _TypeAlias = SessionStatus  # noqa: Y015
+
+@_typing.final
+class MappingStatus(_message.Message):
+    """One mapping of a session."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAPPING_ID_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    REFS_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
+    CURRENT_FIELD_NUMBER: _builtins.int
+    IDLE_FIELD_NUMBER: _builtins.int
+    mapping_id: _builtins.int
+    """The mapping's id."""
+    generation: _builtins.int
+    """The generation it was made at."""
+    pinned: _builtins.bool
+    """Its slots are pinned; false for one that was idle."""
+    current: _builtins.bool
+    """No slot of it changed since it was made."""
+    @_builtins.property
+    def refs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """"name@sha256:…" of each adapter, once, in order of the entries."""
+
+    @_builtins.property
+    def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The slots that it uses, in order."""
+
+    @_builtins.property
+    def idle(self) -> _duration_pb2.Duration:
+        """How long ago it was last used."""
+
+    def __init__(
+        self,
+        *,
+        mapping_id: _builtins.int = ...,
+        generation: _builtins.int = ...,
+        refs: _abc.Iterable[_builtins.str] | None = ...,
+        slots: _abc.Iterable[_builtins.int] | None = ...,
+        pinned: _builtins.bool = ...,
+        current: _builtins.bool = ...,
+        idle: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["idle", b"idle"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["current", b"current", "generation", b"generation", "idle", b"idle", "mapping_id", b"mapping_id", "pinned", b"pinned", "refs", b"refs", "slots", b"slots"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MappingStatus: _TypeAlias = MappingStatus  # noqa: Y015
+
+@_typing.final
+class HoldStatus(_message.Message):
+    """One hold of a session."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOLD_ID_FIELD_NUMBER: _builtins.int
+    REF_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    LEFT_FIELD_NUMBER: _builtins.int
+    hold_id: _builtins.int
+    """The hold's id."""
+    ref: _builtins.str
+    """"name@sha256:…"."""
+    tier: _adapter_pb2.Tier.ValueType
+    """What is kept: TIER_DEVICE or TIER_HOST."""
+    @_builtins.property
+    def left(self) -> _duration_pb2.Duration:
+        """How much of its time is left; absent when it lasts until it is released."""
+
+    def __init__(
+        self,
+        *,
+        hold_id: _builtins.int = ...,
+        ref: _builtins.str = ...,
+        tier: _adapter_pb2.Tier.ValueType = ...,
+        left: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["left", b"left"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hold_id", b"hold_id", "left", b"left", "ref", b"ref", "tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HoldStatus: _TypeAlias = HoldStatus  # noqa: Y015
+
+@_typing.final
+class EndSessionRequest(_message.Message):
+    """Names the session to end."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    session: _builtins.str
+    """What ListSessions calls it: the first 8 characters of its id."""
+    def __init__(
+        self,
+        *,
+        session: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndSessionRequest: _TypeAlias = EndSessionRequest  # noqa: Y015
+
+@_typing.final
+class EndSessionResponse(_message.Message):
+    """The session is gone."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENDED_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    ended: _builtins.bool
+    """There was such a session."""
+    @_builtins.property
+    def layout(self) -> _layout_pb2.LayoutVersion:
+        """The layout after it."""
+
+    def __init__(
+        self,
+        *,
+        ended: _builtins.bool = ...,
+        layout: _layout_pb2.LayoutVersion | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "layout", b"layout"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndSessionResponse: _TypeAlias = EndSessionResponse  # noqa: Y015
 
 @_typing.final
 class WatchEventsRequest(_message.Message):

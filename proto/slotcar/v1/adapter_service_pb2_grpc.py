@@ -40,6 +40,11 @@ class AdapterServiceStub(object):
                 request_serializer=slotcar_dot_v1_dot_adapter__service__pb2.LoadAdapterRequest.SerializeToString,
                 response_deserializer=slotcar_dot_v1_dot_adapter__service__pb2.LoadAdapterResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapterStream = channel.stream_unary(
+                '/slotcar.v1.AdapterService/LoadAdapterStream',
+                request_serializer=slotcar_dot_v1_dot_adapter__service__pb2.LoadAdapterStreamRequest.SerializeToString,
+                response_deserializer=slotcar_dot_v1_dot_adapter__service__pb2.LoadAdapterStreamResponse.FromString,
+                _registered_method=True)
         self.UnloadAdapter = channel.unary_unary(
                 '/slotcar.v1.AdapterService/UnloadAdapter',
                 request_serializer=slotcar_dot_v1_dot_adapter__service__pb2.UnloadAdapterRequest.SerializeToString,
@@ -70,6 +75,21 @@ class AdapterServiceStub(object):
                 request_serializer=slotcar_dot_v1_dot_adapter__service__pb2.EstimateAdapterRequest.SerializeToString,
                 response_deserializer=slotcar_dot_v1_dot_adapter__service__pb2.EstimateAdapterResponse.FromString,
                 _registered_method=True)
+        self.GetCapacity = channel.unary_unary(
+                '/slotcar.v1.AdapterService/GetCapacity',
+                request_serializer=slotcar_dot_v1_dot_adapter__service__pb2.GetCapacityRequest.SerializeToString,
+                response_deserializer=slotcar_dot_v1_dot_adapter__service__pb2.GetCapacityResponse.FromString,
+                _registered_method=True)
+        self.ListSessions = channel.unary_unary(
+                '/slotcar.v1.AdapterService/ListSessions',
+                request_serializer=slotcar_dot_v1_dot_adapter__service__pb2.ListSessionsRequest.SerializeToString,
+                response_deserializer=slotcar_dot_v1_dot_adapter__service__pb2.ListSessionsResponse.FromString,
+                _registered_method=True)
+        self.EndSession = channel.unary_unary(
+                '/slotcar.v1.AdapterService/EndSession',
+                request_serializer=slotcar_dot_v1_dot_adapter__service__pb2.EndSessionRequest.SerializeToString,
+                response_deserializer=slotcar_dot_v1_dot_adapter__service__pb2.EndSessionResponse.FromString,
+                _registered_method=True)
         self.WatchEvents = channel.unary_stream(
                 '/slotcar.v1.AdapterService/WatchEvents',
                 request_serializer=slotcar_dot_v1_dot_adapter__service__pb2.WatchEventsRequest.SerializeToString,
@@ -84,6 +104,15 @@ class AdapterServiceServicer(object):
     def LoadAdapter(self, request, context):
         """Reads an adapter from its source, verifies all of it, puts it into a slot and gives it a name, in this order.
         Idempotent by digest. Calls for the same bytes join one load, and a load outlives the caller's deadline.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LoadAdapterStream(self, request_iterator, context):
+        """The same for an adapter whose files come with the call, from a trainer or a machine that shares no folder: first
+        what to do, then the bytes of adapter_config.json and of adapter_model.safetensors in chunks. Nothing changes
+        before the last chunk is verified; a stream that stops half way has no effect.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -131,6 +160,27 @@ class AdapterServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetCapacity(self, request, context):
+        """Says how full each tier is and what is promised to whom.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListSessions(self, request, context):
+        """Lists the sessions with their mappings and holds, and so who pins which slot; from one consistent snapshot.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EndSession(self, request, context):
+        """Ends an engine's session and all that it owns, as an operator. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def WatchEvents(self, request, context):
         """Streams what happens to adapters and slots, for people and routers. The first message comes at once and has no
         event, so that a watcher knows from which layout version on it sees everything.
@@ -146,6 +196,11 @@ def add_AdapterServiceServicer_to_server(servicer, server):
                     servicer.LoadAdapter,
                     request_deserializer=slotcar_dot_v1_dot_adapter__service__pb2.LoadAdapterRequest.FromString,
                     response_serializer=slotcar_dot_v1_dot_adapter__service__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'LoadAdapterStream': grpc.stream_unary_rpc_method_handler(
+                    servicer.LoadAdapterStream,
+                    request_deserializer=slotcar_dot_v1_dot_adapter__service__pb2.LoadAdapterStreamRequest.FromString,
+                    response_serializer=slotcar_dot_v1_dot_adapter__service__pb2.LoadAdapterStreamResponse.SerializeToString,
             ),
             'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
                     servicer.UnloadAdapter,
@@ -176,6 +231,21 @@ def add_AdapterServiceServicer_to_server(servicer, server):
                     servicer.EstimateAdapter,
                     request_deserializer=slotcar_dot_v1_dot_adapter__service__pb2.EstimateAdapterRequest.FromString,
                     response_serializer=slotcar_dot_v1_dot_adapter__service__pb2.EstimateAdapterResponse.SerializeToString,
+            ),
+            'GetCapacity': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetCapacity,
+                    request_deserializer=slotcar_dot_v1_dot_adapter__service__pb2.GetCapacityRequest.FromString,
+                    response_serializer=slotcar_dot_v1_dot_adapter__service__pb2.GetCapacityResponse.SerializeToString,
+            ),
+            'ListSessions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSessions,
+                    request_deserializer=slotcar_dot_v1_dot_adapter__service__pb2.ListSessionsRequest.FromString,
+                    response_serializer=slotcar_dot_v1_dot_adapter__service__pb2.ListSessionsResponse.SerializeToString,
+            ),
+            'EndSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndSession,
+                    request_deserializer=slotcar_dot_v1_dot_adapter__service__pb2.EndSessionRequest.FromString,
+                    response_serializer=slotcar_dot_v1_dot_adapter__service__pb2.EndSessionResponse.SerializeToString,
             ),
             'WatchEvents': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchEvents,
@@ -211,6 +281,33 @@ class AdapterService(object):
             '/slotcar.v1.AdapterService/LoadAdapter',
             slotcar_dot_v1_dot_adapter__service__pb2.LoadAdapterRequest.SerializeToString,
             slotcar_dot_v1_dot_adapter__service__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapterStream(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/slotcar.v1.AdapterService/LoadAdapterStream',
+            slotcar_dot_v1_dot_adapter__service__pb2.LoadAdapterStreamRequest.SerializeToString,
+            slotcar_dot_v1_dot_adapter__service__pb2.LoadAdapterStreamResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -373,6 +470,87 @@ class AdapterService(object):
             '/slotcar.v1.AdapterService/EstimateAdapter',
             slotcar_dot_v1_dot_adapter__service__pb2.EstimateAdapterRequest.SerializeToString,
             slotcar_dot_v1_dot_adapter__service__pb2.EstimateAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetCapacity(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slotcar.v1.AdapterService/GetCapacity',
+            slotcar_dot_v1_dot_adapter__service__pb2.GetCapacityRequest.SerializeToString,
+            slotcar_dot_v1_dot_adapter__service__pb2.GetCapacityResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSessions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slotcar.v1.AdapterService/ListSessions',
+            slotcar_dot_v1_dot_adapter__service__pb2.ListSessionsRequest.SerializeToString,
+            slotcar_dot_v1_dot_adapter__service__pb2.ListSessionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EndSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slotcar.v1.AdapterService/EndSession',
+            slotcar_dot_v1_dot_adapter__service__pb2.EndSessionRequest.SerializeToString,
+            slotcar_dot_v1_dot_adapter__service__pb2.EndSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

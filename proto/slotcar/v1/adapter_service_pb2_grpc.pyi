@@ -37,6 +37,11 @@ class AdapterServiceStub:
     """Reads an adapter from its source, verifies all of it, puts it into a slot and gives it a name, in this order.
     Idempotent by digest. Calls for the same bytes join one load, and a load outlives the caller's deadline.
     """
+    LoadAdapterStream: _grpc.StreamUnaryMultiCallable[_adapter_service_pb2.LoadAdapterStreamRequest, _adapter_service_pb2.LoadAdapterStreamResponse]
+    """The same for an adapter whose files come with the call, from a trainer or a machine that shares no folder: first
+    what to do, then the bytes of adapter_config.json and of adapter_model.safetensors in chunks. Nothing changes
+    before the last chunk is verified; a stream that stops half way has no effect.
+    """
     UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_adapter_service_pb2.UnloadAdapterRequest, _adapter_service_pb2.UnloadAdapterResponse]
     """Takes a name and its keep away. Never waits: a slot that is pinned drains, or is freed at once with `force`."""
     KeepAdapter: _grpc.UnaryUnaryMultiCallable[_adapter_service_pb2.KeepAdapterRequest, _adapter_service_pb2.KeepAdapterResponse]
@@ -49,6 +54,12 @@ class AdapterServiceStub:
     """Lists the adapters by name, from one consistent snapshot."""
     EstimateAdapter: _grpc.UnaryUnaryMultiCallable[_adapter_service_pb2.EstimateAdapterRequest, _adapter_service_pb2.EstimateAdapterResponse]
     """Reads and verifies an adapter as LoadAdapter does and says what it would take. Has no effect."""
+    GetCapacity: _grpc.UnaryUnaryMultiCallable[_adapter_service_pb2.GetCapacityRequest, _adapter_service_pb2.GetCapacityResponse]
+    """Says how full each tier is and what is promised to whom."""
+    ListSessions: _grpc.UnaryUnaryMultiCallable[_adapter_service_pb2.ListSessionsRequest, _adapter_service_pb2.ListSessionsResponse]
+    """Lists the sessions with their mappings and holds, and so who pins which slot; from one consistent snapshot."""
+    EndSession: _grpc.UnaryUnaryMultiCallable[_adapter_service_pb2.EndSessionRequest, _adapter_service_pb2.EndSessionResponse]
+    """Ends an engine's session and all that it owns, as an operator. Idempotent."""
     WatchEvents: _grpc.UnaryStreamMultiCallable[_adapter_service_pb2.WatchEventsRequest, _adapter_service_pb2.WatchEventsResponse]
     """Streams what happens to adapters and slots, for people and routers. The first message comes at once and has no
     event, so that a watcher knows from which layout version on it sees everything.
@@ -63,6 +74,11 @@ class AdapterServiceAsyncStub(AdapterServiceStub):
     """Reads an adapter from its source, verifies all of it, puts it into a slot and gives it a name, in this order.
     Idempotent by digest. Calls for the same bytes join one load, and a load outlives the caller's deadline.
     """
+    LoadAdapterStream: _aio.StreamUnaryMultiCallable[_adapter_service_pb2.LoadAdapterStreamRequest, _adapter_service_pb2.LoadAdapterStreamResponse]  # type: ignore[assignment]
+    """The same for an adapter whose files come with the call, from a trainer or a machine that shares no folder: first
+    what to do, then the bytes of adapter_config.json and of adapter_model.safetensors in chunks. Nothing changes
+    before the last chunk is verified; a stream that stops half way has no effect.
+    """
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_adapter_service_pb2.UnloadAdapterRequest, _adapter_service_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
     """Takes a name and its keep away. Never waits: a slot that is pinned drains, or is freed at once with `force`."""
     KeepAdapter: _aio.UnaryUnaryMultiCallable[_adapter_service_pb2.KeepAdapterRequest, _adapter_service_pb2.KeepAdapterResponse]  # type: ignore[assignment]
@@ -75,6 +91,12 @@ class AdapterServiceAsyncStub(AdapterServiceStub):
     """Lists the adapters by name, from one consistent snapshot."""
     EstimateAdapter: _aio.UnaryUnaryMultiCallable[_adapter_service_pb2.EstimateAdapterRequest, _adapter_service_pb2.EstimateAdapterResponse]  # type: ignore[assignment]
     """Reads and verifies an adapter as LoadAdapter does and says what it would take. Has no effect."""
+    GetCapacity: _aio.UnaryUnaryMultiCallable[_adapter_service_pb2.GetCapacityRequest, _adapter_service_pb2.GetCapacityResponse]  # type: ignore[assignment]
+    """Says how full each tier is and what is promised to whom."""
+    ListSessions: _aio.UnaryUnaryMultiCallable[_adapter_service_pb2.ListSessionsRequest, _adapter_service_pb2.ListSessionsResponse]  # type: ignore[assignment]
+    """Lists the sessions with their mappings and holds, and so who pins which slot; from one consistent snapshot."""
+    EndSession: _aio.UnaryUnaryMultiCallable[_adapter_service_pb2.EndSessionRequest, _adapter_service_pb2.EndSessionResponse]  # type: ignore[assignment]
+    """Ends an engine's session and all that it owns, as an operator. Idempotent."""
     WatchEvents: _aio.UnaryStreamMultiCallable[_adapter_service_pb2.WatchEventsRequest, _adapter_service_pb2.WatchEventsResponse]  # type: ignore[assignment]
     """Streams what happens to adapters and slots, for people and routers. The first message comes at once and has no
     event, so that a watcher knows from which layout version on it sees everything.
@@ -91,6 +113,17 @@ class AdapterServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_adapter_service_pb2.LoadAdapterResponse, _abc.Awaitable[_adapter_service_pb2.LoadAdapterResponse]]:
         """Reads an adapter from its source, verifies all of it, puts it into a slot and gives it a name, in this order.
         Idempotent by digest. Calls for the same bytes join one load, and a load outlives the caller's deadline.
+        """
+
+    @_abc_1.abstractmethod
+    def LoadAdapterStream(
+        self,
+        request_iterator: _MaybeAsyncIterator[_adapter_service_pb2.LoadAdapterStreamRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_adapter_service_pb2.LoadAdapterStreamResponse, _abc.Awaitable[_adapter_service_pb2.LoadAdapterStreamResponse]]:
+        """The same for an adapter whose files come with the call, from a trainer or a machine that shares no folder: first
+        what to do, then the bytes of adapter_config.json and of adapter_model.safetensors in chunks. Nothing changes
+        before the last chunk is verified; a stream that stops half way has no effect.
         """
 
     @_abc_1.abstractmethod
@@ -140,6 +173,30 @@ class AdapterServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_adapter_service_pb2.EstimateAdapterResponse, _abc.Awaitable[_adapter_service_pb2.EstimateAdapterResponse]]:
         """Reads and verifies an adapter as LoadAdapter does and says what it would take. Has no effect."""
+
+    @_abc_1.abstractmethod
+    def GetCapacity(
+        self,
+        request: _adapter_service_pb2.GetCapacityRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_adapter_service_pb2.GetCapacityResponse, _abc.Awaitable[_adapter_service_pb2.GetCapacityResponse]]:
+        """Says how full each tier is and what is promised to whom."""
+
+    @_abc_1.abstractmethod
+    def ListSessions(
+        self,
+        request: _adapter_service_pb2.ListSessionsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_adapter_service_pb2.ListSessionsResponse, _abc.Awaitable[_adapter_service_pb2.ListSessionsResponse]]:
+        """Lists the sessions with their mappings and holds, and so who pins which slot; from one consistent snapshot."""
+
+    @_abc_1.abstractmethod
+    def EndSession(
+        self,
+        request: _adapter_service_pb2.EndSessionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_adapter_service_pb2.EndSessionResponse, _abc.Awaitable[_adapter_service_pb2.EndSessionResponse]]:
+        """Ends an engine's session and all that it owns, as an operator. Idempotent."""
 
     @_abc_1.abstractmethod
     def WatchEvents(

@@ -9,6 +9,7 @@ from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from slotcar.v1 import adapter_pb2 as _adapter_pb2
 from slotcar.v1 import error_pb2 as _error_pb2
 from slotcar.v1 import layout_pb2 as _layout_pb2
 from slotcar.v1 import model_pb2 as _model_pb2
@@ -58,10 +59,21 @@ class OpenSessionRequest(_message.Message):
     RESUME_SESSION_FIELD_NUMBER: _builtins.int
     MODEL_SPEC_FIELD_NUMBER: _builtins.int
     GRACE_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    RESERVED_SLOTS_FIELD_NUMBER: _builtins.int
+    CLIENT_VERSION_FIELD_NUMBER: _builtins.int
     client_name: _builtins.str
     """A name for people: logs, events and lists show it."""
     resume_session: _builtins.str
     """Id of a session to resume; empty for a new one."""
+    ranks: _builtins.int
+    """How many processes compute for the session, each with a rank from 0 on. 0 is read as 1; at most 1024."""
+    reserved_slots: _builtins.int
+    """Slots that nobody else may pin, keep or load into so that the session always finds so many for itself."""
+    client_version: _builtins.str
+    """The client's version, such as "0.1.0". Versions whose minor numbers are neighbours work together; others are
+    refused with VERSION_MISMATCH. Empty: not compared.
+    """
     @_builtins.property
     def model_spec(self) -> _model_pb2.ModelSpec:
         """The engine's model. The first one that the server sees shapes its slots; a later one must agree with it."""
@@ -77,10 +89,13 @@ class OpenSessionRequest(_message.Message):
         resume_session: _builtins.str = ...,
         model_spec: _model_pb2.ModelSpec | None = ...,
         grace: _duration_pb2.Duration | None = ...,
+        ranks: _builtins.int = ...,
+        reserved_slots: _builtins.int = ...,
+        client_version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["grace", b"grace", "model_spec", b"model_spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_name", b"client_name", "grace", b"grace", "model_spec", b"model_spec", "resume_session", b"resume_session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_name", b"client_name", "client_version", b"client_version", "grace", b"grace", "model_spec", b"model_spec", "ranks", b"ranks", "reserved_slots", b"reserved_slots", "resume_session", b"resume_session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -141,10 +156,16 @@ class SessionOpened(_message.Message):
     SERVER_FIELD_NUMBER: _builtins.int
     MODEL_SPEC_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    RESERVED_SLOTS_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     """The session's id, a secret that names it in later calls."""
     resumed: _builtins.bool
     """The session was resumed with its mappings."""
+    ranks: _builtins.int
+    """How many processes compute for the session."""
+    reserved_slots: _builtins.int
+    """Slots that are the session's own."""
     @_builtins.property
     def server(self) -> Global___ServerInfo:
         """What this server is and accepts."""
@@ -165,10 +186,12 @@ class SessionOpened(_message.Message):
         server: Global___ServerInfo | None = ...,
         model_spec: _model_pb2.ModelSpec | None = ...,
         layout: _layout_pb2.Layout | None = ...,
+        ranks: _builtins.int = ...,
+        reserved_slots: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "model_spec", b"model_spec", "server", b"server"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "model_spec", b"model_spec", "resumed", b"resumed", "server", b"server", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "model_spec", b"model_spec", "ranks", b"ranks", "reserved_slots", b"reserved_slots", "resumed", b"resumed", "server", b"server", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -202,6 +225,7 @@ class ServerInfo(_message.Message):
     MAX_RANK_FIELD_NUMBER: _builtins.int
     SLOT_DTYPE_FIELD_NUMBER: _builtins.int
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
+    MAX_RESPONSE_BYTES_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """The server's version, such as "0.1.0"."""
     slots: _builtins.int
@@ -212,6 +236,8 @@ class ServerInfo(_message.Message):
     """Element type of the slots."""
     max_message_bytes: _builtins.int
     """Largest request, in bytes."""
+    max_response_bytes: _builtins.int
+    """Largest sum of the outputs of one Forward, in bytes."""
     def __init__(
         self,
         *,
@@ -220,14 +246,89 @@ class ServerInfo(_message.Message):
         max_rank: _builtins.int = ...,
         slot_dtype: _tensor_pb2.Dtype.ValueType = ...,
         max_message_bytes: _builtins.int = ...,
+        max_response_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_message_bytes", b"max_message_bytes", "max_rank", b"max_rank", "slot_dtype", b"slot_dtype", "slots", b"slots", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_message_bytes", b"max_message_bytes", "max_rank", b"max_rank", "max_response_bytes", b"max_response_bytes", "slot_dtype", b"slot_dtype", "slots", b"slots", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ServerInfo: _TypeAlias = ServerInfo  # noqa: Y015
+
+@_typing.final
+class JoinSessionRequest(_message.Message):
+    """Joins a session as one of its ranks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    CLIENT_VERSION_FIELD_NUMBER: _builtins.int
+    session: _builtins.str
+    """The session's id."""
+    rank: _builtins.int
+    """The rank of the caller, below the session's number of ranks."""
+    client_version: _builtins.str
+    """As in OpenSessionRequest."""
+    def __init__(
+        self,
+        *,
+        session: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        client_version: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_version", b"client_version", "rank", b"rank", "session", b"session"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JoinSessionRequest: _TypeAlias = JoinSessionRequest  # noqa: Y015
+
+@_typing.final
+class JoinSessionResponse(_message.Message):
+    """What the stream of a rank carries."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    OPENED_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def version(self) -> _layout_pb2.LayoutVersion:
+        """The version of the layout when the message was made."""
+
+    @_builtins.property
+    def opened(self) -> Global___SessionOpened:
+        """The first message."""
+
+    @_builtins.property
+    def layout(self) -> _layout_pb2.Layout:
+        """A newly published layout."""
+
+    @_builtins.property
+    def heartbeat(self) -> Global___Heartbeat:
+        """Nothing changed; the server is alive."""
+
+    def __init__(
+        self,
+        *,
+        version: _layout_pb2.LayoutVersion | None = ...,
+        opened: Global___SessionOpened | None = ...,
+        layout: _layout_pb2.Layout | None = ...,
+        heartbeat: Global___Heartbeat | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "layout", b"layout", "message", b"message", "opened", b"opened", "version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "layout", b"layout", "message", b"message", "opened", b"opened", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["opened", "layout", "heartbeat"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___JoinSessionResponse: _TypeAlias = JoinSessionResponse  # noqa: Y015
 
 @_typing.final
 class CloseSessionRequest(_message.Message):
@@ -276,6 +377,130 @@ class CloseSessionResponse(_message.Message):
 Global___CloseSessionResponse: _TypeAlias = CloseSessionResponse  # noqa: Y015
 
 @_typing.final
+class HoldAdapterRequest(_message.Message):
+    """Asks for an adapter not to leave."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    HOLD_ID_FIELD_NUMBER: _builtins.int
+    REF_FIELD_NUMBER: _builtins.int
+    DURATION_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    session: _builtins.str
+    """The session's id."""
+    hold_id: _builtins.int
+    """The caller's id for the hold, such as a request's number; the hold that has it is replaced."""
+    ref: _builtins.str
+    """"name" or "name@sha256:…"."""
+    tier: _adapter_pb2.Tier.ValueType
+    """TIER_HOST: the bytes stay in memory. TIER_DEVICE: also its slot, if the session's reservation has room for it.
+    Unspecified is read as TIER_HOST.
+    """
+    @_builtins.property
+    def duration(self) -> _duration_pb2.Duration:
+        """How long, counted from the moment at which the bytes are there. Absent: until released. More than 0, at most a day."""
+
+    def __init__(
+        self,
+        *,
+        session: _builtins.str = ...,
+        hold_id: _builtins.int = ...,
+        ref: _builtins.str = ...,
+        duration: _duration_pb2.Duration | None = ...,
+        tier: _adapter_pb2.Tier.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration", "hold_id", b"hold_id", "ref", b"ref", "session", b"session", "tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HoldAdapterRequest: _TypeAlias = HoldAdapterRequest  # noqa: Y015
+
+@_typing.final
+class HoldAdapterResponse(_message.Message):
+    """The adapter is held."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    digest: _builtins.str
+    """The digest that is held."""
+    tier: _adapter_pb2.Tier.ValueType
+    """What is kept: TIER_DEVICE with its slot, or TIER_HOST."""
+    @_builtins.property
+    def layout(self) -> _layout_pb2.LayoutVersion:
+        """The layout at the time of the answer."""
+
+    def __init__(
+        self,
+        *,
+        digest: _builtins.str = ...,
+        tier: _adapter_pb2.Tier.ValueType = ...,
+        layout: _layout_pb2.LayoutVersion | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "layout", b"layout", "tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HoldAdapterResponse: _TypeAlias = HoldAdapterResponse  # noqa: Y015
+
+@_typing.final
+class ReleaseHoldRequest(_message.Message):
+    """Names the hold to end."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    HOLD_ID_FIELD_NUMBER: _builtins.int
+    session: _builtins.str
+    """The session's id."""
+    hold_id: _builtins.int
+    """The hold's id."""
+    def __init__(
+        self,
+        *,
+        session: _builtins.str = ...,
+        hold_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hold_id", b"hold_id", "session", b"session"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseHoldRequest: _TypeAlias = ReleaseHoldRequest  # noqa: Y015
+
+@_typing.final
+class ReleaseHoldResponse(_message.Message):
+    """The hold is gone."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def layout(self) -> _layout_pb2.LayoutVersion:
+        """The layout after it."""
+
+    def __init__(
+        self,
+        *,
+        layout: _layout_pb2.LayoutVersion | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseHoldResponse: _TypeAlias = ReleaseHoldResponse  # noqa: Y015
+
+@_typing.final
 class MappingEntry(_message.Message):
     """One entry of a mapping: an adapter, or the base model."""
 
@@ -284,7 +509,7 @@ class MappingEntry(_message.Message):
     REF_FIELD_NUMBER: _builtins.int
     BASE_FIELD_NUMBER: _builtins.int
     ref: _builtins.str
-    """"name" or "name@sha256:…"."""
+    """"name" or "name@sha256:…"; in a session of several ranks always with the digest."""
     base: _builtins.bool
     """Always true: these rows use no adapter."""
     def __init__(
@@ -312,13 +537,23 @@ class SetMappingRequest(_message.Message):
     SESSION_FIELD_NUMBER: _builtins.int
     MAPPING_ID_FIELD_NUMBER: _builtins.int
     ENTRIES_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
+    WAIT_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     """The session's id."""
     mapping_id: _builtins.int
     """The caller's id for the mapping; the mapping that has it is replaced."""
+    load: _builtins.bool
+    """Make the adapters resident that are in no slot, all of them or none. Without it they are ADAPTER_NOT_RESIDENT."""
     @_builtins.property
     def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___MappingEntry]:
         """The entries, in the order in which Forward counts their rows."""
+
+    @_builtins.property
+    def wait(self) -> _duration_pb2.Duration:
+        """How long to wait, in the order of the calls, until enough slots can be had. Absent or 0: SLOTS_EXHAUSTED at once.
+        While the call waits, the mapping that it replaces has no pins and stays valid. At most one hour.
+        """
 
     def __init__(
         self,
@@ -326,10 +561,12 @@ class SetMappingRequest(_message.Message):
         session: _builtins.str = ...,
         mapping_id: _builtins.int = ...,
         entries: _abc.Iterable[Global___MappingEntry] | None = ...,
+        load: _builtins.bool = ...,
+        wait: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["wait", b"wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["entries", b"entries", "mapping_id", b"mapping_id", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entries", b"entries", "load", b"load", "mapping_id", b"mapping_id", "session", b"session", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -448,6 +685,52 @@ class ReleaseMappingResponse(_message.Message):
 Global___ReleaseMappingResponse: _TypeAlias = ReleaseMappingResponse  # noqa: Y015
 
 @_typing.final
+class FenceRequest(_message.Message):
+    """Names the session whose Forwards to wait for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    session: _builtins.str
+    """The session's id."""
+    def __init__(
+        self,
+        *,
+        session: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FenceRequest: _TypeAlias = FenceRequest  # noqa: Y015
+
+@_typing.final
+class FenceResponse(_message.Message):
+    """No earlier Forward of the session runs any more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def layout(self) -> _layout_pb2.LayoutVersion:
+        """The layout at the time of the answer."""
+
+    def __init__(
+        self,
+        *,
+        layout: _layout_pb2.LayoutVersion | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FenceResponse: _TypeAlias = FenceResponse  # noqa: Y015
+
+@_typing.final
 class ForwardItem(_message.Message):
     """One site of a Forward."""
 
@@ -496,12 +779,15 @@ class ForwardRequest(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     ROW_COUNTS_FIELD_NUMBER: _builtins.int
     ITEMS_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     """The session's id."""
     mapping_id: _builtins.int
     """The mapping's id."""
     generation: _builtins.int
     """What SetMapping returned for it."""
+    rank: _builtins.int
+    """The rank that computes, below the session's number of ranks."""
     @_builtins.property
     def row_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """How many rows each entry of the mapping has; their sum is the rows of every tensor."""
@@ -518,10 +804,11 @@ class ForwardRequest(_message.Message):
         generation: _builtins.int = ...,
         row_counts: _abc.Iterable[_builtins.int] | None = ...,
         items: _abc.Iterable[Global___ForwardItem] | None = ...,
+        rank: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "items", b"items", "mapping_id", b"mapping_id", "row_counts", b"row_counts", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "items", b"items", "mapping_id", b"mapping_id", "rank", b"rank", "row_counts", b"row_counts", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -40,10 +40,25 @@ class EngineServiceStub(object):
                 request_serializer=slotcar_dot_v1_dot_engine__service__pb2.OpenSessionRequest.SerializeToString,
                 response_deserializer=slotcar_dot_v1_dot_engine__service__pb2.OpenSessionResponse.FromString,
                 _registered_method=True)
+        self.JoinSession = channel.unary_stream(
+                '/slotcar.v1.EngineService/JoinSession',
+                request_serializer=slotcar_dot_v1_dot_engine__service__pb2.JoinSessionRequest.SerializeToString,
+                response_deserializer=slotcar_dot_v1_dot_engine__service__pb2.JoinSessionResponse.FromString,
+                _registered_method=True)
         self.CloseSession = channel.unary_unary(
                 '/slotcar.v1.EngineService/CloseSession',
                 request_serializer=slotcar_dot_v1_dot_engine__service__pb2.CloseSessionRequest.SerializeToString,
                 response_deserializer=slotcar_dot_v1_dot_engine__service__pb2.CloseSessionResponse.FromString,
+                _registered_method=True)
+        self.HoldAdapter = channel.unary_unary(
+                '/slotcar.v1.EngineService/HoldAdapter',
+                request_serializer=slotcar_dot_v1_dot_engine__service__pb2.HoldAdapterRequest.SerializeToString,
+                response_deserializer=slotcar_dot_v1_dot_engine__service__pb2.HoldAdapterResponse.FromString,
+                _registered_method=True)
+        self.ReleaseHold = channel.unary_unary(
+                '/slotcar.v1.EngineService/ReleaseHold',
+                request_serializer=slotcar_dot_v1_dot_engine__service__pb2.ReleaseHoldRequest.SerializeToString,
+                response_deserializer=slotcar_dot_v1_dot_engine__service__pb2.ReleaseHoldResponse.FromString,
                 _registered_method=True)
         self.SetMapping = channel.unary_unary(
                 '/slotcar.v1.EngineService/SetMapping',
@@ -54,6 +69,11 @@ class EngineServiceStub(object):
                 '/slotcar.v1.EngineService/ReleaseMapping',
                 request_serializer=slotcar_dot_v1_dot_engine__service__pb2.ReleaseMappingRequest.SerializeToString,
                 response_deserializer=slotcar_dot_v1_dot_engine__service__pb2.ReleaseMappingResponse.FromString,
+                _registered_method=True)
+        self.Fence = channel.unary_unary(
+                '/slotcar.v1.EngineService/Fence',
+                request_serializer=slotcar_dot_v1_dot_engine__service__pb2.FenceRequest.SerializeToString,
+                response_deserializer=slotcar_dot_v1_dot_engine__service__pb2.FenceResponse.FromString,
                 _registered_method=True)
         self.Forward = channel.unary_unary(
                 '/slotcar.v1.EngineService/Forward',
@@ -79,6 +99,14 @@ class EngineServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def JoinSession(self, request, context):
+        """One rank of a session whose engine computes in several processes joins it. The stream is like OpenSession's, but
+        does not keep the session alive; a newer call for the same rank takes its place.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CloseSession(self, request, context):
         """Ends a session at once and releases all that it owns. Idempotent.
         """
@@ -86,8 +114,24 @@ class EngineServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def HoldAdapter(self, request, context):
+        """Keeps an adapter's bytes from leaving, until ReleaseHold, the end of its time, or the end of the session. Replaces
+        the hold of the same id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReleaseHold(self, request, context):
+        """Ends a hold. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SetMapping(self, request, context):
-        """Resolves the entries and pins their slots in one step, all or nothing. Replaces the mapping of the same id.
+        """Resolves the entries and pins their slots in one step for all ranks, all or nothing. Replaces the mapping of the
+        same id; slots that only that one pins count as free.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -95,6 +139,13 @@ class EngineServiceServicer(object):
 
     def ReleaseMapping(self, request, context):
         """Ends a mapping and its pins. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Fence(self, request, context):
+        """Returns when every Forward of the session that came before has ended, answered or not.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -123,10 +174,25 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     request_deserializer=slotcar_dot_v1_dot_engine__service__pb2.OpenSessionRequest.FromString,
                     response_serializer=slotcar_dot_v1_dot_engine__service__pb2.OpenSessionResponse.SerializeToString,
             ),
+            'JoinSession': grpc.unary_stream_rpc_method_handler(
+                    servicer.JoinSession,
+                    request_deserializer=slotcar_dot_v1_dot_engine__service__pb2.JoinSessionRequest.FromString,
+                    response_serializer=slotcar_dot_v1_dot_engine__service__pb2.JoinSessionResponse.SerializeToString,
+            ),
             'CloseSession': grpc.unary_unary_rpc_method_handler(
                     servicer.CloseSession,
                     request_deserializer=slotcar_dot_v1_dot_engine__service__pb2.CloseSessionRequest.FromString,
                     response_serializer=slotcar_dot_v1_dot_engine__service__pb2.CloseSessionResponse.SerializeToString,
+            ),
+            'HoldAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.HoldAdapter,
+                    request_deserializer=slotcar_dot_v1_dot_engine__service__pb2.HoldAdapterRequest.FromString,
+                    response_serializer=slotcar_dot_v1_dot_engine__service__pb2.HoldAdapterResponse.SerializeToString,
+            ),
+            'ReleaseHold': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseHold,
+                    request_deserializer=slotcar_dot_v1_dot_engine__service__pb2.ReleaseHoldRequest.FromString,
+                    response_serializer=slotcar_dot_v1_dot_engine__service__pb2.ReleaseHoldResponse.SerializeToString,
             ),
             'SetMapping': grpc.unary_unary_rpc_method_handler(
                     servicer.SetMapping,
@@ -137,6 +203,11 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.ReleaseMapping,
                     request_deserializer=slotcar_dot_v1_dot_engine__service__pb2.ReleaseMappingRequest.FromString,
                     response_serializer=slotcar_dot_v1_dot_engine__service__pb2.ReleaseMappingResponse.SerializeToString,
+            ),
+            'Fence': grpc.unary_unary_rpc_method_handler(
+                    servicer.Fence,
+                    request_deserializer=slotcar_dot_v1_dot_engine__service__pb2.FenceRequest.FromString,
+                    response_serializer=slotcar_dot_v1_dot_engine__service__pb2.FenceResponse.SerializeToString,
             ),
             'Forward': grpc.unary_unary_rpc_method_handler(
                     servicer.Forward,
@@ -188,6 +259,33 @@ class EngineService(object):
             _registered_method=True)
 
     @staticmethod
+    def JoinSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/slotcar.v1.EngineService/JoinSession',
+            slotcar_dot_v1_dot_engine__service__pb2.JoinSessionRequest.SerializeToString,
+            slotcar_dot_v1_dot_engine__service__pb2.JoinSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def CloseSession(request,
             target,
             options=(),
@@ -204,6 +302,60 @@ class EngineService(object):
             '/slotcar.v1.EngineService/CloseSession',
             slotcar_dot_v1_dot_engine__service__pb2.CloseSessionRequest.SerializeToString,
             slotcar_dot_v1_dot_engine__service__pb2.CloseSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def HoldAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slotcar.v1.EngineService/HoldAdapter',
+            slotcar_dot_v1_dot_engine__service__pb2.HoldAdapterRequest.SerializeToString,
+            slotcar_dot_v1_dot_engine__service__pb2.HoldAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseHold(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slotcar.v1.EngineService/ReleaseHold',
+            slotcar_dot_v1_dot_engine__service__pb2.ReleaseHoldRequest.SerializeToString,
+            slotcar_dot_v1_dot_engine__service__pb2.ReleaseHoldResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -258,6 +410,33 @@ class EngineService(object):
             '/slotcar.v1.EngineService/ReleaseMapping',
             slotcar_dot_v1_dot_engine__service__pb2.ReleaseMappingRequest.SerializeToString,
             slotcar_dot_v1_dot_engine__service__pb2.ReleaseMappingResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Fence(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slotcar.v1.EngineService/Fence',
+            slotcar_dot_v1_dot_engine__service__pb2.FenceRequest.SerializeToString,
+            slotcar_dot_v1_dot_engine__service__pb2.FenceResponse.FromString,
             options,
             channel_credentials,
             insecure,

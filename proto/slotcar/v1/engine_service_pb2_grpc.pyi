@@ -37,12 +37,26 @@ class EngineServiceStub:
     """Opens a session, or resumes one within its grace, and keeps it alive for as long as the stream lives. First comes
     `opened`, then a full layout at each publish (newest wins, slow readers skip) and heartbeats.
     """
+    JoinSession: _grpc.UnaryStreamMultiCallable[_engine_service_pb2.JoinSessionRequest, _engine_service_pb2.JoinSessionResponse]
+    """One rank of a session whose engine computes in several processes joins it. The stream is like OpenSession's, but
+    does not keep the session alive; a newer call for the same rank takes its place.
+    """
     CloseSession: _grpc.UnaryUnaryMultiCallable[_engine_service_pb2.CloseSessionRequest, _engine_service_pb2.CloseSessionResponse]
     """Ends a session at once and releases all that it owns. Idempotent."""
+    HoldAdapter: _grpc.UnaryUnaryMultiCallable[_engine_service_pb2.HoldAdapterRequest, _engine_service_pb2.HoldAdapterResponse]
+    """Keeps an adapter's bytes from leaving, until ReleaseHold, the end of its time, or the end of the session. Replaces
+    the hold of the same id.
+    """
+    ReleaseHold: _grpc.UnaryUnaryMultiCallable[_engine_service_pb2.ReleaseHoldRequest, _engine_service_pb2.ReleaseHoldResponse]
+    """Ends a hold. Idempotent."""
     SetMapping: _grpc.UnaryUnaryMultiCallable[_engine_service_pb2.SetMappingRequest, _engine_service_pb2.SetMappingResponse]
-    """Resolves the entries and pins their slots in one step, all or nothing. Replaces the mapping of the same id."""
+    """Resolves the entries and pins their slots in one step for all ranks, all or nothing. Replaces the mapping of the
+    same id; slots that only that one pins count as free.
+    """
     ReleaseMapping: _grpc.UnaryUnaryMultiCallable[_engine_service_pb2.ReleaseMappingRequest, _engine_service_pb2.ReleaseMappingResponse]
     """Ends a mapping and its pins. Idempotent."""
+    Fence: _grpc.UnaryUnaryMultiCallable[_engine_service_pb2.FenceRequest, _engine_service_pb2.FenceResponse]
+    """Returns when every Forward of the session that came before has ended, answered or not."""
     Forward: _grpc.UnaryUnaryMultiCallable[_engine_service_pb2.ForwardRequest, _engine_service_pb2.ForwardResponse]
     """Computes the LoRA of every item for the rows of a mapping."""
     ForwardStream: _grpc.StreamStreamMultiCallable[_engine_service_pb2.ForwardStreamRequest, _engine_service_pb2.ForwardStreamResponse]
@@ -59,12 +73,26 @@ class EngineServiceAsyncStub(EngineServiceStub):
     """Opens a session, or resumes one within its grace, and keeps it alive for as long as the stream lives. First comes
     `opened`, then a full layout at each publish (newest wins, slow readers skip) and heartbeats.
     """
+    JoinSession: _aio.UnaryStreamMultiCallable[_engine_service_pb2.JoinSessionRequest, _engine_service_pb2.JoinSessionResponse]  # type: ignore[assignment]
+    """One rank of a session whose engine computes in several processes joins it. The stream is like OpenSession's, but
+    does not keep the session alive; a newer call for the same rank takes its place.
+    """
     CloseSession: _aio.UnaryUnaryMultiCallable[_engine_service_pb2.CloseSessionRequest, _engine_service_pb2.CloseSessionResponse]  # type: ignore[assignment]
     """Ends a session at once and releases all that it owns. Idempotent."""
+    HoldAdapter: _aio.UnaryUnaryMultiCallable[_engine_service_pb2.HoldAdapterRequest, _engine_service_pb2.HoldAdapterResponse]  # type: ignore[assignment]
+    """Keeps an adapter's bytes from leaving, until ReleaseHold, the end of its time, or the end of the session. Replaces
+    the hold of the same id.
+    """
+    ReleaseHold: _aio.UnaryUnaryMultiCallable[_engine_service_pb2.ReleaseHoldRequest, _engine_service_pb2.ReleaseHoldResponse]  # type: ignore[assignment]
+    """Ends a hold. Idempotent."""
     SetMapping: _aio.UnaryUnaryMultiCallable[_engine_service_pb2.SetMappingRequest, _engine_service_pb2.SetMappingResponse]  # type: ignore[assignment]
-    """Resolves the entries and pins their slots in one step, all or nothing. Replaces the mapping of the same id."""
+    """Resolves the entries and pins their slots in one step for all ranks, all or nothing. Replaces the mapping of the
+    same id; slots that only that one pins count as free.
+    """
     ReleaseMapping: _aio.UnaryUnaryMultiCallable[_engine_service_pb2.ReleaseMappingRequest, _engine_service_pb2.ReleaseMappingResponse]  # type: ignore[assignment]
     """Ends a mapping and its pins. Idempotent."""
+    Fence: _aio.UnaryUnaryMultiCallable[_engine_service_pb2.FenceRequest, _engine_service_pb2.FenceResponse]  # type: ignore[assignment]
+    """Returns when every Forward of the session that came before has ended, answered or not."""
     Forward: _aio.UnaryUnaryMultiCallable[_engine_service_pb2.ForwardRequest, _engine_service_pb2.ForwardResponse]  # type: ignore[assignment]
     """Computes the LoRA of every item for the rows of a mapping."""
     ForwardStream: _aio.StreamStreamMultiCallable[_engine_service_pb2.ForwardStreamRequest, _engine_service_pb2.ForwardStreamResponse]  # type: ignore[assignment]
@@ -86,6 +114,16 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def JoinSession(
+        self,
+        request: _engine_service_pb2.JoinSessionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_engine_service_pb2.JoinSessionResponse], _abc.AsyncIterator[_engine_service_pb2.JoinSessionResponse]]:
+        """One rank of a session whose engine computes in several processes joins it. The stream is like OpenSession's, but
+        does not keep the session alive; a newer call for the same rank takes its place.
+        """
+
+    @_abc_1.abstractmethod
     def CloseSession(
         self,
         request: _engine_service_pb2.CloseSessionRequest,
@@ -94,12 +132,32 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         """Ends a session at once and releases all that it owns. Idempotent."""
 
     @_abc_1.abstractmethod
+    def HoldAdapter(
+        self,
+        request: _engine_service_pb2.HoldAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_service_pb2.HoldAdapterResponse, _abc.Awaitable[_engine_service_pb2.HoldAdapterResponse]]:
+        """Keeps an adapter's bytes from leaving, until ReleaseHold, the end of its time, or the end of the session. Replaces
+        the hold of the same id.
+        """
+
+    @_abc_1.abstractmethod
+    def ReleaseHold(
+        self,
+        request: _engine_service_pb2.ReleaseHoldRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_service_pb2.ReleaseHoldResponse, _abc.Awaitable[_engine_service_pb2.ReleaseHoldResponse]]:
+        """Ends a hold. Idempotent."""
+
+    @_abc_1.abstractmethod
     def SetMapping(
         self,
         request: _engine_service_pb2.SetMappingRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_service_pb2.SetMappingResponse, _abc.Awaitable[_engine_service_pb2.SetMappingResponse]]:
-        """Resolves the entries and pins their slots in one step, all or nothing. Replaces the mapping of the same id."""
+        """Resolves the entries and pins their slots in one step for all ranks, all or nothing. Replaces the mapping of the
+        same id; slots that only that one pins count as free.
+        """
 
     @_abc_1.abstractmethod
     def ReleaseMapping(
@@ -108,6 +166,14 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_engine_service_pb2.ReleaseMappingResponse, _abc.Awaitable[_engine_service_pb2.ReleaseMappingResponse]]:
         """Ends a mapping and its pins. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def Fence(
+        self,
+        request: _engine_service_pb2.FenceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_service_pb2.FenceResponse, _abc.Awaitable[_engine_service_pb2.FenceResponse]]:
+        """Returns when every Forward of the session that came before has ended, answered or not."""
 
     @_abc_1.abstractmethod
     def Forward(

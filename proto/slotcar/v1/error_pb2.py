@@ -22,9 +22,10 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16slotcar/v1/error.proto\x12\nslotcar.v1\"\xb3\x01\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\'\n\x06reason\x18\x02 \x01(\x0e\x32\x17.slotcar.v1.ErrorReason\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x31\n\x08metadata\x18\x04 \x03(\x0b\x32\x1f.slotcar.v1.Error.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*\xd3\x05\n\x0b\x45rrorReason\x12\x1c\n\x18\x45RROR_REASON_UNSPECIFIED\x10\x00\x12\"\n\x1e\x45RROR_REASON_ADAPTER_NOT_FOUND\x10\x01\x12%\n!ERROR_REASON_ADAPTER_NOT_RESIDENT\x10\x02\x12!\n\x1d\x45RROR_REASON_ADAPTER_CONFLICT\x10\x03\x12 \n\x1c\x45RROR_REASON_DIGEST_MISMATCH\x10\x04\x12 \n\x1c\x45RROR_REASON_ADAPTER_INVALID\x10\x05\x12$\n ERROR_REASON_ADAPTER_UNSUPPORTED\x10\x06\x12\x1f\n\x1b\x45RROR_REASON_MODEL_MISMATCH\x10\x07\x12\x1e\n\x1a\x45RROR_REASON_MODEL_UNKNOWN\x10\x08\x12\x1e\n\x1a\x45RROR_REASON_SOURCE_DENIED\x10\t\x12#\n\x1f\x45RROR_REASON_SOURCE_UNAVAILABLE\x10\n\x12 \n\x1c\x45RROR_REASON_SLOTS_EXHAUSTED\x10\x0b\x12\"\n\x1e\x45RROR_REASON_CAPACITY_EXCEEDED\x10\x0c\x12\x1d\n\x19\x45RROR_REASON_LAYOUT_STALE\x10\r\x12\"\n\x1e\x45RROR_REASON_SESSION_NOT_FOUND\x10\x0e\x12\"\n\x1e\x45RROR_REASON_MAPPING_NOT_FOUND\x10\x0f\x12\x1f\n\x1b\x45RROR_REASON_SHAPE_MISMATCH\x10\x10\x12\x1d\n\x19\x45RROR_REASON_SITE_UNKNOWN\x10\x11\x12\x1e\n\x1a\x45RROR_REASON_SHUTTING_DOWN\x10\x12\x12 \n\x1c\x45RROR_REASON_REQUEST_INVALID\x10\x13\x12\x19\n\x15\x45RROR_REASON_INTERNAL\x10\x14\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16slotcar/v1/error.proto\x12\nslotcar.v1\x1a\x1egoogle/protobuf/duration.proto\"\xe3\x01\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\'\n\x06reason\x18\x02 \x01(\x0e\x32\x17.slotcar.v1.ErrorReason\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x31\n\x08metadata\x18\x04 \x03(\x0b\x32\x1f.slotcar.v1.Error.MetadataEntry\x12.\n\x0bretry_after\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*\xf6\x05\n\x0b\x45rrorReason\x12\x1c\n\x18\x45RROR_REASON_UNSPECIFIED\x10\x00\x12\"\n\x1e\x45RROR_REASON_ADAPTER_NOT_FOUND\x10\x01\x12%\n!ERROR_REASON_ADAPTER_NOT_RESIDENT\x10\x02\x12!\n\x1d\x45RROR_REASON_ADAPTER_CONFLICT\x10\x03\x12 \n\x1c\x45RROR_REASON_DIGEST_MISMATCH\x10\x04\x12 \n\x1c\x45RROR_REASON_ADAPTER_INVALID\x10\x05\x12$\n ERROR_REASON_ADAPTER_UNSUPPORTED\x10\x06\x12\x1f\n\x1b\x45RROR_REASON_MODEL_MISMATCH\x10\x07\x12\x1e\n\x1a\x45RROR_REASON_MODEL_UNKNOWN\x10\x08\x12\x1e\n\x1a\x45RROR_REASON_SOURCE_DENIED\x10\t\x12#\n\x1f\x45RROR_REASON_SOURCE_UNAVAILABLE\x10\n\x12 \n\x1c\x45RROR_REASON_SLOTS_EXHAUSTED\x10\x0b\x12\"\n\x1e\x45RROR_REASON_CAPACITY_EXCEEDED\x10\x0c\x12\x1d\n\x19\x45RROR_REASON_LAYOUT_STALE\x10\r\x12\"\n\x1e\x45RROR_REASON_SESSION_NOT_FOUND\x10\x0e\x12\"\n\x1e\x45RROR_REASON_MAPPING_NOT_FOUND\x10\x0f\x12\x1f\n\x1b\x45RROR_REASON_SHAPE_MISMATCH\x10\x10\x12\x1d\n\x19\x45RROR_REASON_SITE_UNKNOWN\x10\x11\x12\x1e\n\x1a\x45RROR_REASON_SHUTTING_DOWN\x10\x12\x12 \n\x1c\x45RROR_REASON_REQUEST_INVALID\x10\x13\x12\x19\n\x15\x45RROR_REASON_INTERNAL\x10\x14\x12!\n\x1d\x45RROR_REASON_VERSION_MISMATCH\x10\x15\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,10 +34,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ERROR_METADATAENTRY']._loaded_options = None
   _globals['_ERROR_METADATAENTRY']._serialized_options = b'8\001'
-  _globals['_ERRORREASON']._serialized_start=221
-  _globals['_ERRORREASON']._serialized_end=944
-  _globals['_ERROR']._serialized_start=39
-  _globals['_ERROR']._serialized_end=218
-  _globals['_ERROR_METADATAENTRY']._serialized_start=171
-  _globals['_ERROR_METADATAENTRY']._serialized_end=218
+  _globals['_ERRORREASON']._serialized_start=301
+  _globals['_ERRORREASON']._serialized_end=1059
+  _globals['_ERROR']._serialized_start=71
+  _globals['_ERROR']._serialized_end=298
+  _globals['_ERROR_METADATAENTRY']._serialized_start=251
+  _globals['_ERROR_METADATAENTRY']._serialized_end=298
 # @@protoc_insertion_point(module_scope)

@@ -5,6 +5,7 @@ The public API of slotcar, version 1."""
 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -77,6 +78,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """INVALID_ARGUMENT. A field of the request is missing or malformed; BadRequest names it. A bug in the caller."""
     ERROR_REASON_INTERNAL: _ErrorReason.ValueType  # 20
     """INTERNAL. A fault of slotcar itself. Report it with the server's log."""
+    ERROR_REASON_VERSION_MISMATCH: _ErrorReason.ValueType  # 21
+    """FAILED_PRECONDITION. Client and server are too far apart: neighbouring minor versions work together. Upgrade one."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call was refused. The table is closed: every error that leaves the server carries exactly one
@@ -136,6 +139,8 @@ ERROR_REASON_REQUEST_INVALID: ErrorReason.ValueType  # 19
 """INVALID_ARGUMENT. A field of the request is missing or malformed; BadRequest names it. A bug in the caller."""
 ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 20
 """INTERNAL. A fault of slotcar itself. Report it with the server's log."""
+ERROR_REASON_VERSION_MISMATCH: ErrorReason.ValueType  # 21
+"""FAILED_PRECONDITION. Client and server are too far apart: neighbouring minor versions work together. Upgrade one."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 
 @_typing.final
@@ -168,6 +173,7 @@ class Error(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     METADATA_FIELD_NUMBER: _builtins.int
+    RETRY_AFTER_FIELD_NUMBER: _builtins.int
     code: _builtins.int
     """The google.rpc.Code that a unary call would have had, such as 10 for ABORTED."""
     reason: Global___ErrorReason.ValueType
@@ -178,6 +184,10 @@ class Error(_message.Message):
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """The facts: names such as adapter, file, tensor, field, found and wanted, with their values."""
 
+    @_builtins.property
+    def retry_after(self) -> _duration_pb2.Duration:
+        """How long to wait before a repeat; absent where waiting does not help."""
+
     def __init__(
         self,
         *,
@@ -185,10 +195,11 @@ class Error(_message.Message):
         reason: Global___ErrorReason.ValueType = ...,
         message: _builtins.str = ...,
         metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        retry_after: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["retry_after", b"retry_after"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "message", b"message", "metadata", b"metadata", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "message", b"message", "metadata", b"metadata", "reason", b"reason", "retry_after", b"retry_after"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -57,6 +57,8 @@ def make_server(cache: AdapterCache, max_message_bytes: int, heartbeat_seconds: 
         ("grpc.max_send_message_length", -1),
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 10_000),
+        # No keepalive is sent while any other ping is unanswered, by default for a minute.
+        ("grpc.http2.ping_timeout_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ]
