@@ -5,20 +5,31 @@ from __future__ import annotations
 import os
 import weakref
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar, Unpack
 
-from slotcar.v1 import adapter_service_pb2, model_pb2
-
-from slotcar_client import convert
+from slotcar_client import convert, verbs
 from slotcar_client.config import default_target, grpc_target
-from slotcar_client.errors import RequestInvalid, Unavailable
+from slotcar_client.effects import Plan, run
 from slotcar_client.events import EventStream
+from slotcar_client.options import Away, OnStale, SessionOptions, SessionSettings, checked_timeout
 from slotcar_client.rpc import Rpc
-from slotcar_client.session import Session
-from slotcar_client.values import AdapterInfo, Estimate, LoadReport, Snapshot, UnloadReport
+from slotcar_client.session import RankSession, Session
+from slotcar_client.session_base import MappedSession
+from slotcar_client.upload import Upload
+from slotcar_client.values import (
+    AdapterInfo,
+    Capacity,
+    Estimate,
+    LoadReport,
+    SessionInfo,
+    Snapshot,
+    UnloadReport,
+)
+
+T = TypeVar("T")
+SessionT = TypeVar("SessionT", bound=MappedSession)
 
 DEFAULT_TIMEOUT_SECONDS = 60.0
-_PAGE_SIZE = 1000
 
 
 def connect(target: str | None = None, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> Client:
@@ -26,11 +37,7 @@ def connect(target: str | None = None, *, timeout_seconds: float = DEFAULT_TIMEO
 
     timeout_seconds: the deadline of each call. Nothing is sent before the first call. Raises RequestInvalid.
     """
-    if timeout_seconds <= 0:
-        raise RequestInvalid(
-            f"timeout_seconds is {timeout_seconds}", field="timeout_seconds", found=timeout_seconds, wanted="above 0"
-        )
-    return Client(target if target is not None else default_target(), timeout_seconds)
+    return Client(target if target is not None else default_target(), checked_timeout(timeout_seconds))
 
 
 class Client:
@@ -39,8 +46,7 @@ class Client:
     def __init__(self, target: str, timeout_seconds: float) -> None:
         self.target = target
         self._rpc = Rpc(grpc_target(target), timeout_seconds)
-        self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-        self._closed = False
+        self._sessions: weakref.WeakSet[MappedSession] = weakref.WeakSet()
 
     # Adapters
 
@@ -52,39 +58,52 @@ class Client:
         replace: bool = False,
         keep: bool = False,
         digest: str | None = None,
+        tier: str = "device",
     ) -> LoadReport:
         """Makes the adapter at `source` resident under `name`; returns when it can be mapped. Idempotent.
 
         source: as the server sees it; by default the one that the name was loaded from. replace: the name may move to
-        other bytes. keep: it stays resident. digest: refuse bytes that have another one.
+        other bytes. keep: it stays resident. digest: refuse bytes that have another one. tier: "device", or "host" for
+        memory only, from which `set_mapping` with `load` makes it resident.
         """
-        request = adapter_service_pb2.LoadAdapterRequest(
-            ref=f"{name}@{digest}" if digest is not None else name,
-            source=os.fspath(source) if source is not None else "",
-            on_conflict=(adapter_service_pb2.ON_CONFLICT_REPLACE if replace else adapter_service_pb2.ON_CONFLICT_FAIL),
-            keep=keep,
-        )
-        return convert.load_report(self._open().call(self._rpc.adapters.LoadAdapter, request))
+        request = verbs.load_request(name, source, digest, replace=replace, keep=keep, tier=tier)
+        return self._run(verbs.load(request))
+
+    def upload(
+        self,
+        name: str,
+        folder: str | os.PathLike[str],
+        *,
+        replace: bool = False,
+        keep: bool = False,
+        digest: str | None = None,
+        tier: str = "device",
+    ) -> LoadReport:
+        """`load` for an adapter whose folder is on this machine: its two files travel with the call.
+
+        Raises RequestInvalid, naming the file, unless both are regular files; SourceUnavailable, with no effect, when
+        one changes while it is sent.
+        """
+        header = verbs.upload_header(name, digest, replace=replace, keep=keep, tier=tier)
+        rpc = self._open()
+        with Upload(folder, header) as upload:
+            return convert.load_report(rpc.upload(upload))
 
     def unload(self, ref: str, *, force: bool = False) -> UnloadReport:
         """Takes the name and its keep away; its slot drains while pinned, or is freed at once with `force`."""
-        request = adapter_service_pb2.UnloadAdapterRequest(ref=ref, force=force)
-        return convert.unload_report(self._open().call(self._rpc.adapters.UnloadAdapter, request))
+        return self._run(verbs.unload(ref, force))
 
     def keep(self, ref: str) -> AdapterInfo:
         """Asks for a resident adapter to stay resident. Idempotent."""
-        request = adapter_service_pb2.KeepAdapterRequest(ref=ref)
-        return convert.adapter(self._open().call(self._rpc.adapters.KeepAdapter, request).adapter)
+        return self._run(verbs.keep(ref))
 
     def release_keep(self, ref: str) -> AdapterInfo:
         """Ends a keep. Idempotent."""
-        request = adapter_service_pb2.ReleaseKeepRequest(ref=ref)
-        return convert.adapter(self._open().call(self._rpc.adapters.ReleaseKeep, request).adapter)
+        return self._run(verbs.release_keep(ref))
 
     def get(self, ref: str) -> AdapterInfo:
         """One adapter, with its sites."""
-        request = adapter_service_pb2.GetAdapterRequest(ref=ref)
-        return convert.adapter(self._open().call(self._rpc.adapters.GetAdapter, request).adapter)
+        return self._run(verbs.get(ref))
 
     def list(self) -> tuple[AdapterInfo, ...]:
         """All adapters, in order of their names, from one consistent snapshot."""
@@ -92,19 +111,15 @@ class Client:
 
     def snapshot(self) -> Snapshot:
         """All adapters with the layout at the same moment."""
-        adapters: list[AdapterInfo] = []
-        request = adapter_service_pb2.ListAdaptersRequest(page_size=_PAGE_SIZE)
-        while True:
-            page = self._open().call(self._rpc.adapters.ListAdapters, request)
-            adapters.extend(convert.adapter(adapter) for adapter in page.adapters)
-            if not page.next_page_token:
-                return Snapshot(tuple(adapters), convert.layout(page.layout))
-            request.page_token = page.next_page_token
+        return self._run(verbs.snapshot())
 
     def estimate(self, source: str | os.PathLike[str]) -> Estimate:
         """What a load of `source` would take, and whether it would be accepted. Has no effect."""
-        request = adapter_service_pb2.EstimateAdapterRequest(source=os.fspath(source))
-        return convert.estimate(self._open().call(self._rpc.adapters.EstimateAdapter, request))
+        return self._run(verbs.estimate(source))
+
+    def capacity(self) -> Capacity:
+        """How full each tier is and what is promised to whom."""
+        return self._run(verbs.capacity())
 
     def events(self, replay: int = 0) -> EventStream:
         """Everything that happens from this call on, after up to `replay` events of the past; close it to stop."""
@@ -112,28 +127,50 @@ class Client:
 
     # Engines
 
-    def session(
-        self,
-        name: str = "python",
-        *,
-        model_spec: model_pb2.ModelSpec | None = None,
-        grace_seconds: float = 30.0,
-        transport: str = "auto",
-    ) -> Session:
+    def session(self, name: str = "python", **settings: Unpack[SessionSettings]) -> Session:
         """Opens a session.
 
         name: for people. model_spec: the engine's model; the first that the server sees shapes its slots.
-        grace_seconds: how long the session outlives a broken connection. transport: "auto", "stream" or "unary".
+        grace_seconds: how long the session outlives a broken connection, 30 by default, at most 3600.
+        transport: "auto", "stream" or "unary". reserved_slots: slots that nobody else may take, 0 by default.
+        ranks: how many processes compute for it, 1 by default; the others `join`.
+        away: what calls do when the server is gone or shutting down: "fail" at once, the default, or "wait" until it
+        is back, for at most `away_seconds` (60 by default) per call, this one too, and then go on by digest, or raise
+        Unavailable. Nothing is ever computed as the base model instead. `close` ends a call that waits.
+        on_stale: called in the calling thread with a mapping and the error that says why it is not current, each time
+        before it is set again by digest. What it raises reaches the caller, and the mapping is left as it was: for an
+        engine that must repeat a whole step. The next call of the session finds the mapping stale again.
         """
-        session = Session(self._open(), name, model_spec, grace_seconds, transport)
-        self._sessions.add(session)
-        return session
+        return self._entered(Session(self._open(), SessionOptions(name, **settings)))
+
+    def join(
+        self,
+        session_id: str,
+        rank: int,
+        *,
+        transport: str = "auto",
+        away: Away = "fail",
+        away_seconds: float = 60.0,
+        on_stale: OnStale | None = None,
+    ) -> RankSession:
+        """Joins another process's session as one of its ranks; the keyword arguments are those of `session`."""
+        options = SessionOptions(
+            transport=transport, away=away, away_seconds=away_seconds, on_stale=on_stale, join=session_id, rank=rank
+        )
+        return self._entered(RankSession(self._open(), options))
+
+    def sessions(self) -> tuple[SessionInfo, ...]:
+        """All sessions with their mappings and holds, and so who pins which slot."""
+        return self._run(verbs.sessions())
+
+    def end_session(self, session: str) -> bool:
+        """Ends a session, by the short id that `sessions` shows, and all that it owns; False when there was none."""
+        return self._run(verbs.end_session(session))
 
     # The end
 
     def close(self) -> None:
         """Closes the sessions, then the channel. Idempotent."""
-        self._closed = True
         for session in tuple(self._sessions):
             session.close()
         self._rpc.close()
@@ -146,7 +183,13 @@ class Client:
     ) -> None:
         self.close()
 
+    def _entered(self, session: SessionT) -> SessionT:
+        self._sessions.add(session)
+        return session
+
+    def _run(self, plan: Plan[T]) -> T:
+        return run(plan, self._open().perform)
+
     def _open(self) -> Rpc:
-        if self._closed:
-            raise Unavailable("the client is closed")
+        self._rpc.check_usable()
         return self._rpc

@@ -1,9 +1,11 @@
-"""The client's only reading of the environment: where the sidecar is when the caller does not say."""
+"""The client's only reading of its surroundings: where the sidecar is when the caller does not say, its own version."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import cache
+from importlib import metadata
 from urllib.parse import quote
 
 from slotcar_client.errors import RequestInvalid
@@ -12,6 +14,15 @@ TARGET_VARIABLE = "SLOTCAR_TARGET"
 # Where `slotcar serve` listens when nobody says otherwise.
 DEFAULT_TARGET = "unix:///run/slotcar/slotcar.sock"
 _WANTED = "unix:///path, tcp://host:port or host:port"
+
+
+@cache
+def client_version() -> str:
+    """The version of the installed slotcar; empty, which is never compared, when it is not installed."""
+    try:
+        return metadata.version("slotcar")
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def default_target(environ: Mapping[str, str] = os.environ) -> str:

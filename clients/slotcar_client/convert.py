@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
+from google.protobuf import duration_pb2
 from slotcar.v1 import adapter_pb2, adapter_service_pb2, engine_service_pb2, layout_pb2, tensor_pb2
 
 from slotcar_client import values
@@ -23,6 +25,18 @@ def _word(name: Callable[[Any], str], prefix: str, value: int) -> str:
         return name(value).removeprefix(prefix).lower()
     except ValueError:
         return str(value)
+
+
+def duration(seconds: float) -> duration_pb2.Duration:
+    return duration_pb2.Duration(seconds=int(seconds), nanos=int((seconds - int(seconds)) * 1e9))
+
+
+def seconds(message: duration_pb2.Duration) -> float:
+    return message.seconds + message.nanos / 1e9
+
+
+def tier(value: int) -> str:
+    return _word(adapter_pb2.Tier.Name, "TIER_", value)
 
 
 def version(message: layout_pb2.LayoutVersion) -> values.LayoutVersion:
@@ -45,6 +59,7 @@ def server_info(message: engine_service_pb2.ServerInfo) -> values.ServerInfo:
         max_rank=message.max_rank,
         slot_dtype=DTYPE_NAMES.get(message.slot_dtype, str(message.slot_dtype)),
         max_message_bytes=message.max_message_bytes,
+        max_response_bytes=message.max_response_bytes,
     )
 
 
@@ -55,7 +70,7 @@ def adapter(message: adapter_pb2.Adapter) -> values.AdapterInfo:
         source=message.source,
         rank=message.rank,
         bytes=message.bytes,
-        tier=_word(adapter_pb2.Tier.Name, "TIER_", message.tier),
+        tier=tier(message.tier),
         slot=message.slot if message.HasField("slot") else None,
         keep=message.keep,
         pins=message.pins,
@@ -63,21 +78,25 @@ def adapter(message: adapter_pb2.Adapter) -> values.AdapterInfo:
     )
 
 
-def _sites(report: adapter_pb2.LoadReport) -> tuple[values.SiteReport, ...]:
-    return tuple(values.SiteReport(site.name, site.rank, site.scale) for site in report.sites_matched)
+def _report(message: adapter_pb2.LoadReport) -> dict[str, Any]:
+    """The fields of a values.Report."""
+    return {
+        "rank": message.rank,
+        "bytes": message.bytes,
+        "sites": tuple(values.SiteReport(site.name, site.rank, site.scale) for site in message.sites_matched),
+        "sites_zero": tuple(message.sites_zero),
+        "fields_ignored": tuple(message.fields_ignored),
+        "warnings": tuple(message.warnings),
+        "file_dtype": message.file_dtype,
+        "slot_dtype": message.slot_dtype,
+    }
 
 
-def load_report(message: adapter_service_pb2.LoadAdapterResponse) -> values.LoadReport:
-    report = message.report
+def load_report(
+    message: adapter_service_pb2.LoadAdapterResponse | adapter_service_pb2.LoadAdapterStreamResponse,
+) -> values.LoadReport:
     return values.LoadReport(
-        rank=report.rank,
-        bytes=report.bytes,
-        sites=_sites(report),
-        sites_zero=tuple(report.sites_zero),
-        fields_ignored=tuple(report.fields_ignored),
-        warnings=tuple(report.warnings),
-        file_dtype=report.file_dtype,
-        slot_dtype=report.slot_dtype,
+        **_report(message.report),
         name=message.adapter.name,
         digest=message.adapter.digest,
         adapter=adapter(message.adapter),
@@ -96,21 +115,50 @@ def unload_report(message: adapter_service_pb2.UnloadAdapterResponse) -> values.
 
 
 def estimate(message: adapter_service_pb2.EstimateAdapterResponse) -> values.Estimate:
-    report = message.report
     return values.Estimate(
-        rank=report.rank,
-        bytes=report.bytes,
-        sites=_sites(report),
-        sites_zero=tuple(report.sites_zero),
-        fields_ignored=tuple(report.fields_ignored),
-        warnings=tuple(report.warnings),
-        file_dtype=report.file_dtype,
-        slot_dtype=report.slot_dtype,
+        **_report(message.report),
         digest=message.digest,
         fits=message.fits,
         why_not=message.why_not,
         device_bytes=message.device_bytes,
     )
+
+
+def capacity(message: adapter_service_pb2.GetCapacityResponse) -> values.Capacity:
+    counts = {field.name: getattr(message, field.name) for field in fields(values.Capacity) if field.name != "version"}
+    return values.Capacity(version=version(message.layout), **counts)
+
+
+def session(message: adapter_service_pb2.SessionStatus) -> values.SessionInfo:
+    return values.SessionInfo(
+        session=message.session,
+        client_name=message.client_name,
+        attached=message.attached,
+        grace_left_seconds=seconds(message.grace_left) if message.HasField("grace_left") else None,
+        ranks=message.ranks,
+        joined=tuple(message.joined),
+        reserved_slots=message.reserved_slots,
+        mappings=tuple(_mapping(mapping) for mapping in message.mappings),
+        holds=tuple(_hold(hold) for hold in message.holds),
+        forwards_in_flight=message.forwards_in_flight,
+    )
+
+
+def _mapping(message: adapter_service_pb2.MappingStatus) -> values.MappingInfo:
+    return values.MappingInfo(
+        mapping_id=message.mapping_id,
+        generation=message.generation,
+        refs=tuple(message.refs),
+        slots=tuple(message.slots),
+        pinned=message.pinned,
+        current=message.current,
+        idle_seconds=seconds(message.idle),
+    )
+
+
+def _hold(message: adapter_service_pb2.HoldStatus) -> values.HoldInfo:
+    left = seconds(message.left) if message.HasField("left") else None
+    return values.HoldInfo(message.hold_id, message.ref, tier(message.tier), left)
 
 
 def event(message: adapter_service_pb2.WatchEventsResponse, missed: int) -> values.Event:

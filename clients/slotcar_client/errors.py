@@ -5,13 +5,18 @@ SlotcarError                    also a row that only a newer server knows
 ├── AdapterInvalid · AdapterUnsupported · ModelMismatch · ModelUnknown
 ├── SourceDenied · SourceUnavailable
 ├── SlotsExhausted · CapacityExceeded
-├── LayoutStale · SessionNotFound · MappingNotFound
+├── LayoutStale
+├── SessionNotFound
+│   └── SessionClosed           this side closed it
+├── MappingNotFound
+│   └── MappingReplaced         this side set no such mapping, or set another with its id
 ├── ShapeMismatch · SiteUnknown · RequestInvalid
-├── ShuttingDown
+├── VersionMismatch · ShuttingDown
 ├── InternalError
 │   └── AuditFailed             an answer is not the answer to the question; its tensors were thrown away
 └── TransportError              gRPC failed without a row of the table
     ├── Unavailable             no server answers
+    │   └── ClientClosed        this side closed the client, or is a fork of the process that connected
     ├── DeadlineExceeded        no answer in time
     └── CallCancelled           this side gave up
 """
@@ -21,8 +26,10 @@ from __future__ import annotations
 from typing import ClassVar
 
 import grpc
+from google.protobuf import duration_pb2
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
+from grpc import aio
 from slotcar.v1 import error_pb2
 
 DOMAIN = "slotcar"
@@ -127,9 +134,17 @@ class SessionNotFound(SlotcarError):
     default_code = grpc.StatusCode.NOT_FOUND
 
 
+class SessionClosed(SessionNotFound):
+    """The session was closed by this side; only a new one goes on."""
+
+
 class MappingNotFound(SlotcarError):
     default_reason = "MAPPING_NOT_FOUND"
     default_code = grpc.StatusCode.NOT_FOUND
+
+
+class MappingReplaced(MappingNotFound):
+    """This side set no such mapping, released it, or set another with its id; nothing was sent."""
 
 
 class ShapeMismatch(SlotcarError):
@@ -145,6 +160,11 @@ class SiteUnknown(SlotcarError):
 class RequestInvalid(SlotcarError):
     default_reason = "REQUEST_INVALID"
     default_code = grpc.StatusCode.INVALID_ARGUMENT
+
+
+class VersionMismatch(SlotcarError):
+    default_reason = "VERSION_MISMATCH"
+    default_code = grpc.StatusCode.FAILED_PRECONDITION
 
 
 class ShuttingDown(SlotcarError):
@@ -168,6 +188,10 @@ class TransportError(SlotcarError):
 class Unavailable(TransportError):
     default_reason = "UNAVAILABLE"
     default_code = grpc.StatusCode.UNAVAILABLE
+
+
+class ClientClosed(Unavailable):
+    """This side closed the client, or is a fork of the process that connected; nothing was sent."""
 
 
 class DeadlineExceeded(TransportError):
@@ -201,6 +225,7 @@ BY_REASON: dict[str, type[SlotcarError]] = {
         ShapeMismatch,
         SiteUnknown,
         RequestInvalid,
+        VersionMismatch,
         ShuttingDown,
         InternalError,
     )
@@ -217,7 +242,7 @@ _BY_CODE: dict[grpc.StatusCode, type[SlotcarError]] = {
 
 def from_rpc_error(error: grpc.RpcError) -> SlotcarError:
     """The exception for a failed RPC. Total: any error gives one, whatever it lacks."""
-    if not isinstance(error, grpc.Call):
+    if not isinstance(error, grpc.Call | aio.AioRpcError):
         return TransportError(str(error) or "the call failed without a status")
     code = error.code() or grpc.StatusCode.UNKNOWN
     message = error.details() or code.name
@@ -236,7 +261,8 @@ def from_message(error: error_pb2.Error) -> SlotcarError:
         reason = error_pb2.ErrorReason.Name(error.reason).removeprefix(_REASON_PREFIX)
     except ValueError:
         reason = f"REASON_{error.reason}"
-    return _make(reason, error.message or reason, code, dict(error.metadata), None)
+    retry_after_seconds = _seconds(error.retry_after) if error.HasField("retry_after") else None
+    return _make(reason, error.message or reason, code, dict(error.metadata), retry_after_seconds)
 
 
 def _make(
@@ -249,7 +275,11 @@ def _make(
     return error
 
 
-def _details(call: grpc.Call) -> tuple[error_details_pb2.ErrorInfo | None, float | None]:
+def _seconds(duration: duration_pb2.Duration) -> float:
+    return duration.seconds + duration.nanos / 1e9
+
+
+def _details(call: grpc.Call | aio.AioRpcError) -> tuple[error_details_pb2.ErrorInfo | None, float | None]:
     """Our ErrorInfo and the RetryInfo's seconds of a call's status, None for what it lacks."""
     info, retry_after_seconds = None, None
     for packed in _status(call).details:
@@ -257,12 +287,11 @@ def _details(call: grpc.Call) -> tuple[error_details_pb2.ErrorInfo | None, float
             found = error_details_pb2.ErrorInfo.FromString(packed.value)
             info = found if found.domain == DOMAIN else info
         elif packed.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
-            delay = error_details_pb2.RetryInfo.FromString(packed.value).retry_delay
-            retry_after_seconds = delay.seconds + delay.nanos / 1e9
+            retry_after_seconds = _seconds(error_details_pb2.RetryInfo.FromString(packed.value).retry_delay)
     return info, retry_after_seconds
 
 
-def _status(call: grpc.Call) -> status_pb2.Status:
+def _status(call: grpc.Call | aio.AioRpcError) -> status_pb2.Status:
     for key, value in call.trailing_metadata() or ():
         if key == _DETAILS_KEY:
             try:

@@ -20,7 +20,7 @@ class EventStream:
     def __init__(self, rpc: Rpc, replay: int) -> None:
         """Subscribes, first to up to `replay` events of the past. Raises SlotcarError."""
         self._closed = False
-        self._call = rpc.adapters.WatchEvents(adapter_service_pb2.WatchEventsRequest(replay=replay))
+        self._call = rpc.stream(adapter_service_pb2.WatchEventsRequest(replay=replay))
         greeting = self._receive()
         if greeting is None:
             raise Unavailable("the server ended the stream of events before it began")

@@ -3,47 +3,119 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from google.protobuf import duration_pb2
-from slotcar.v1 import engine_service_pb2, model_pb2
+from slotcar.v1 import adapter_pb2, adapter_service_pb2, engine_service_pb2
+from slotcar.version import WANTED, compatible
 
+from slotcar_client import convert
 from slotcar_client.entries import BASE, Entries, Target, checked_count
-from slotcar_client.errors import AuditFailed, CapacityExceeded, RequestInvalid
+from slotcar_client.errors import AuditFailed, CapacityExceeded, RequestInvalid, VersionMismatch
+from slotcar_client.options import SessionOptions, within
 from slotcar_client.values import LayoutVersion, Mapping
 
 # What a message is larger than its tensors: ids and the framing of the stream, then each item.
 _REQUEST_OVERHEAD_BYTES = 256
 _ITEM_OVERHEAD_BYTES = 64
 
+MAX_WAIT_SECONDS = 3600.0
+MAX_HOLD_SECONDS = 86400.0
+SHORTEST_SECONDS = 1e-9
+
 
 def open_request(
-    client_name: str, resume_session: str, model_spec: model_pb2.ModelSpec | None, grace_seconds: float
-) -> engine_service_pb2.OpenSessionRequest:
-    """Opens a session, or resumes `resume_session` unless it is empty."""
-    if not 0 <= grace_seconds <= 3600:
-        raise RequestInvalid(
-            f"grace_seconds is {grace_seconds}, wanted 0 to 3600",
-            field="grace_seconds",
-            found=grace_seconds,
-            wanted="0 to 3600",
-        )
-    seconds = int(grace_seconds)
-    grace = duration_pb2.Duration(seconds=seconds, nanos=int((grace_seconds - seconds) * 1e9))
+    options: SessionOptions, resume_session: str, version: str
+) -> engine_service_pb2.OpenSessionRequest | engine_service_pb2.JoinSessionRequest:
+    """Opens a session, or resumes `resume_session` unless it is empty; a rank joins in either case."""
+    if not options.owner:
+        return engine_service_pb2.JoinSessionRequest(session=options.join, rank=options.rank, client_version=version)
     return engine_service_pb2.OpenSessionRequest(
-        client_name=client_name, resume_session=resume_session, model_spec=model_spec, grace=grace
+        client_name=options.name,
+        resume_session=resume_session,
+        model_spec=options.model_spec,
+        grace=convert.duration(options.grace_seconds),
+        ranks=options.ranks,
+        reserved_slots=options.reserved_slots,
+        client_version=version,
     )
 
 
-def mapping_request(session: str, mapping_id: int, targets: Iterable[Target]) -> engine_service_pb2.SetMappingRequest:
+def check_version(ours: str, theirs: str) -> None:
+    """Raises VersionMismatch unless client and server work together; an older server does not look itself."""
+    if not compatible(ours, theirs):
+        raise VersionMismatch(
+            f"the server is slotcar {theirs}, this client {ours}: they need {WANTED}", found=theirs, wanted=ours
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MappingWish:
+    """What a mapping is asked for: `load` as in SetMapping, for as long as it lives; `wait_seconds` once."""
+
+    mapping_id: int
+    entries: Entries
+    load: bool = False
+    wait_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        within("mapping_id", self.mapping_id, 0, (1 << 64) - 1)
+        within("wait_seconds", self.wait_seconds, 0, MAX_WAIT_SECONDS)
+
+
+def mapping_request(session: str, wish: MappingWish) -> engine_service_pb2.SetMappingRequest:
     entries = (
         engine_service_pb2.MappingEntry(base=True)
         if target is BASE
         else engine_service_pb2.MappingEntry(ref=str(target))
-        for target in targets
+        for target in wish.entries.targets
     )
-    return engine_service_pb2.SetMappingRequest(session=session, mapping_id=mapping_id, entries=entries)
+    return engine_service_pb2.SetMappingRequest(
+        session=session,
+        mapping_id=wish.mapping_id,
+        entries=entries,
+        load=wish.load,
+        wait=convert.duration(wish.wait_seconds) if wish.wait_seconds else None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class HoldWish:
+    """What a hold is asked for; `seconds` is None until it is released, `slot` asks for the slot too."""
+
+    hold_id: int
+    ref: str
+    seconds: float | None = None
+    slot: bool = False
+
+    def __post_init__(self) -> None:
+        within("hold_id", self.hold_id, 0, (1 << 64) - 1)
+        if self.seconds is not None:
+            within("seconds", self.seconds, SHORTEST_SECONDS, MAX_HOLD_SECONDS)
+
+
+def hold_request(session: str, wish: HoldWish) -> engine_service_pb2.HoldAdapterRequest:
+    return engine_service_pb2.HoldAdapterRequest(
+        session=session,
+        hold_id=wish.hold_id,
+        ref=wish.ref,
+        duration=convert.duration(wish.seconds) if wish.seconds is not None else None,
+        tier=adapter_pb2.TIER_DEVICE if wish.slot else adapter_pb2.TIER_HOST,
+    )
+
+
+def load_hold(session: str, wish: HoldWish) -> adapter_service_pb2.LoadHold:
+    """The same hold as a part of a load."""
+    hold = hold_request(session, wish)
+    duration = hold.duration if hold.HasField("duration") else None
+    return adapter_service_pb2.LoadHold(session=session, hold_id=hold.hold_id, duration=duration, tier=hold.tier)
+
+
+def read_hold(ref: str, response: engine_service_pb2.HoldAdapterResponse) -> tuple[str, str]:
+    """name@digest and the tier that is held. Raises AuditFailed when it is not the digest of `ref`."""
+    name, _, wanted = ref.partition("@")
+    _audit("digest", response.digest, wanted or response.digest or "a digest")
+    return f"{name}@{response.digest}", convert.tier(response.tier)
 
 
 def read_mapping(mapping_id: int, entries: Entries, response: engine_service_pb2.SetMappingResponse) -> Mapping:

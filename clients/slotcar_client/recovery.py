@@ -1,20 +1,35 @@
 """What a session does after an error: a pure decision, without calls.
 
     call ──error──▶ next_step ──▶ REMAP    set the mapping again by the digests last reported, then repeat the call
-                              ──▶ REOPEN   open a new session, then REMAP
+                              ──▶ REOPEN   open a new session, take its holds again, then REMAP
+                              ──▶ WAIT     let the server come back, then repeat the call
                               ──▶ RAISE    the caller's to solve
 
-A re-map never goes by a bare name, so that no token is computed half on old and half on new weights. UNAVAILABLE is
-raised at once: only the engine knows whether to wait or to fail, and nothing is ever served as the base model.
+A re-map never goes by a bare name, so that no token is computed half on old and half on new weights. Whether a call
+waits for a server that is away is the engine's setting; nothing is ever served as the base model instead.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from enum import Enum
 
-from slotcar_client.errors import LayoutStale, MappingNotFound, SessionNotFound, SlotcarError
+import grpc
+
+from slotcar_client.errors import (
+    ClientClosed,
+    LayoutStale,
+    MappingNotFound,
+    SessionNotFound,
+    SlotcarError,
+    SourceUnavailable,
+    Unavailable,
+)
+from slotcar_client.options import SessionOptions
 
 MAX_STEPS = 8
+_FIRST_DELAY_SECONDS = 0.05
+_LAST_DELAY_SECONDS = 1.0
 
 
 class Step(Enum):
@@ -23,6 +38,7 @@ class Step(Enum):
     CALL = "call"
     REMAP = "remap"
     REOPEN = "reopen"
+    WAIT = "wait"
     RAISE = "raise"
 
 
@@ -33,6 +49,45 @@ _STEPS: dict[type[SlotcarError], Step] = {
 }
 
 
-def next_step(error: SlotcarError) -> Step:
-    """What a session does after `error`, whichever of its calls met it."""
-    return _STEPS.get(type(error), Step.RAISE)
+def next_step(error: SlotcarError, options: SessionOptions) -> Step:
+    """What a session with these options does after `error`, whichever of its calls met it."""
+    if is_away(error):
+        return Step.WAIT if options.away == "wait" else Step.RAISE
+    step = _STEPS.get(type(error), Step.RAISE)
+    return Step.RAISE if step is Step.REOPEN and not options.owner else step
+
+
+def is_away(error: SlotcarError) -> bool:
+    """The server is gone or going; neither an adapter's source nor this side is."""
+    return error.code is grpc.StatusCode.UNAVAILABLE and not isinstance(error, SourceUnavailable | ClientClosed)
+
+
+def delays() -> Iterator[float]:
+    """Seconds between tries, without end."""
+    delay = _FIRST_DELAY_SECONDS
+    while True:
+        yield delay
+        delay = min(2 * delay, _LAST_DELAY_SECONDS)
+
+
+class Patience:
+    """How long one call waits for the server to be back, at most `seconds` from its first failure on."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
+        self._seconds = seconds
+        self._clock = clock
+        self._delays = delays()
+        self._began: float | None = None
+        self.cause: str | None = None
+
+    def delay(self, error: SlotcarError) -> float:
+        """Seconds until the next try. Raises Unavailable when the time is over."""
+        now = self._clock()
+        if self._began is None:
+            self._began, self.cause = now, error.reason
+        waited = now - self._began
+        if waited >= self._seconds:
+            raise Unavailable(
+                f"the server was away for {waited:.1f} s: {error.message}", waited_seconds=f"{waited:.1f}"
+            ) from error
+        return min(next(self._delays), self._seconds - waited)

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import os
-from typing import TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 import grpc
-from slotcar.v1 import adapter_service_pb2_grpc, engine_service_pb2_grpc
+from google.protobuf.message import Message
+from grpc import aio
+from slotcar.v1 import (
+    adapter_service_pb2,
+    adapter_service_pb2_grpc,
+    engine_service_pb2,
+    engine_service_pb2_grpc,
+)
 
-from slotcar_client.errors import Unavailable, from_rpc_error
-
-Request = TypeVar("Request")
-Response = TypeVar("Response")
+from slotcar_client.effects import Call, Effect
+from slotcar_client.errors import ClientClosed, from_rpc_error
+from slotcar_client.upload import Upload
 
 # A sidecar is near: try again soon after it went away. No proxy lies between, whatever the environment says.
 _OPTIONS = (
@@ -32,36 +39,85 @@ _OPTIONS = (
 )
 
 
+class Stubs:
+    """The methods of both services, found by the type of their request: each has one of its own."""
+
+    def __init__(self, channel: grpc.Channel | aio.Channel) -> None:
+        self._by_request: dict[str, Any] = {}
+        for stub, file in (
+            (adapter_service_pb2_grpc.AdapterServiceStub(channel), adapter_service_pb2),
+            (engine_service_pb2_grpc.EngineServiceStub(channel), engine_service_pb2),
+        ):
+            (service,) = file.DESCRIPTOR.services_by_name.values()
+            for method in service.methods:
+                self._by_request[method.input_type.full_name] = getattr(stub, method.name)
+
+    def of(self, request: type[Message]) -> Any:
+        return self._by_request[request.DESCRIPTOR.full_name]
+
+
 class Rpc:
     """The stubs of one channel; `timeout_seconds` is the deadline of each call that is not a stream."""
 
     def __init__(self, target: str, timeout_seconds: float) -> None:
         self.timeout_seconds = timeout_seconds
         self._process = os.getpid()
+        self._closed = False
         self._channel = grpc.insecure_channel(target, options=_OPTIONS)
-        self.adapters = adapter_service_pb2_grpc.AdapterServiceStub(self._channel)
-        self.engine = engine_service_pb2_grpc.EngineServiceStub(self._channel)
+        self._stubs = Stubs(self._channel)
 
-    def call(
-        self,
-        method: grpc.UnaryUnaryMultiCallable[Request, Response],
-        request: Request,
-        timeout_seconds: float | None = None,
-    ) -> Response:
-        """The answer, by default within the deadline of the channel's calls. Raises SlotcarError."""
-        self.check_usable()
+    def call(self, call: Call) -> Any:
+        """The response, within the call's deadline. Raises SlotcarError."""
+        method = self._method(type(call.request))
         try:
-            return method(request, timeout=timeout_seconds or self.timeout_seconds)
-        except ValueError as error:
-            raise Unavailable("the client is closed") from error
+            return method(call.request, timeout=self.deadline_seconds(call))
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
 
+    def perform(self, effect: Effect) -> Any:
+        """The answer to an effect of a plan that only calls."""
+        assert isinstance(effect, Call)
+        return self.call(effect)
+
+    def begin(self, call: Call) -> grpc.Future[Any]:
+        """The same call as a future, which can be cancelled; it fails with gRPC's errors."""
+        future: grpc.Future[Any] = self._method(type(call.request)).future(
+            call.request, timeout=self.deadline_seconds(call)
+        )
+        return future
+
+    def stream(self, request: Message) -> Any:
+        """The answers to a request whose method streams them; a grpc.Call without a deadline."""
+        return self._method(type(request))(request)
+
+    def forward_stream(self, requests: Iterator[engine_service_pb2.ForwardStreamRequest]) -> Any:
+        """The answers to a stream of Forwards; a grpc.Call without a deadline."""
+        return self._method(engine_service_pb2.ForwardStreamRequest)(requests)
+
+    def upload(self, upload: Upload) -> adapter_service_pb2.LoadAdapterStreamResponse:
+        """Sends an adapter's files. Raises SlotcarError, also for what was wrong with the files on the way."""
+        method = self._method(adapter_service_pb2.LoadAdapterStreamRequest)
+        try:
+            response = method(upload.requests(), timeout=self.timeout_seconds + upload.least_seconds)
+        except grpc.RpcError as error:
+            raise upload.failure or from_rpc_error(error) from error
+        return upload.answered(response)
+
+    def deadline_seconds(self, call: Call) -> float:
+        return (call.timeout_seconds or self.timeout_seconds) + call.wait_seconds
+
     def check_usable(self) -> None:
-        """Raises Unavailable in a child of the process that connected: gRPC's threads are not there."""
+        """Raises ClientClosed, also in a child of the process that connected: gRPC's threads are not there."""
+        if self._closed:
+            raise ClientClosed("the client is closed")
         if os.getpid() != self._process:
-            raise Unavailable("this client belongs to the parent process: connect again after a fork")
+            raise ClientClosed("this client belongs to the parent process: connect again after a fork")
 
     def close(self) -> None:
         """Cancels what is under way. Idempotent."""
+        self._closed = True
         self._channel.close()
+
+    def _method(self, request: type[Message]) -> Any:
+        self.check_usable()
+        return self._stubs.of(request)

@@ -43,6 +43,7 @@ class ServerInfo:
     max_rank: int
     slot_dtype: str
     max_message_bytes: int
+    max_response_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +136,79 @@ class Estimate(Report):
 
 
 @dataclass(frozen=True, slots=True)
+class Capacity:
+    """How full a server is; a load could take `slots_available` slots now, `waiting` SetMapping calls are queued."""
+
+    version: LayoutVersion
+    slots: int
+    slots_free: int
+    slots_filling: int
+    slots_occupied: int
+    slots_draining: int
+    slots_pinned: int
+    slots_available: int
+    slots_reserved: int
+    keeps: int
+    slot_bytes: int
+    host_bytes_used: int
+    host_bytes_capacity: int
+    host_bytes_held: int
+    adapters: int
+    adapters_capacity: int
+    sessions: int
+    sessions_capacity: int
+    waiting: int
+
+
+@dataclass(frozen=True, slots=True)
+class MappingInfo:
+    """A session's mapping; `refs` has "name@digest" once for each adapter. It is `current` if no slot of it changed."""
+
+    mapping_id: int
+    generation: int
+    refs: tuple[str, ...]
+    slots: tuple[int, ...]
+    pinned: bool
+    current: bool
+    idle_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class HoldInfo:
+    """A session's hold; `tier` is "device" or "host", `left_seconds` None when it lasts until it is released."""
+
+    hold_id: int
+    ref: str
+    tier: str
+    left_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInfo:
+    """A session as others see it: `session` is the first 8 characters of its id.
+
+    `grace_left_seconds` is None while a stream keeps it alive; `joined` are the ranks that have joined.
+    """
+
+    session: str
+    client_name: str
+    attached: bool
+    grace_left_seconds: float | None
+    ranks: int
+    joined: tuple[int, ...]
+    reserved_slots: int
+    mappings: tuple[MappingInfo, ...]
+    holds: tuple[HoldInfo, ...]
+    forwards_in_flight: int
+
+
+@dataclass(frozen=True, slots=True)
 class Event:
     """Something that happened; `time_seconds` is Unix time by the server's clock, `slot` None if none is concerned.
 
     `kind` is one of "loaded", "refused", "evicted", "replaced", "unloaded", "draining", "freed", "kept",
-    "keep_released", "session_opened", "session_ended", "forward_stale". `missed` events came just before this one and
-    were dropped, because this watcher read too slowly.
+    "keep_released", "session_opened", "session_ended", "forward_stale", "held", "hold_released", "expired". `missed`
+    events came just before this one and were dropped, because this watcher read too slowly.
     """
 
     kind: str
@@ -176,3 +244,19 @@ class Mapping:
     def entry_digests(self) -> tuple[str, ...]:
         """The digest of each entry, empty for BASE."""
         return tuple(entry.partition("@")[2] if isinstance(entry, str) else "" for entry in self.entries)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """An adapter that a session holds, as it was when it was held.
+
+    `ref` is "name@digest"; `tier` is "device" when its slot is kept too, else "host".
+    """
+
+    hold_id: int
+    ref: str
+    tier: str
+
+    @property
+    def digest(self) -> str:
+        return self.ref.partition("@")[2]

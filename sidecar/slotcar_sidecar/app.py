@@ -86,7 +86,7 @@ async def run(config: Config) -> None:
         await _set_health(rpc.health, serving=True)
         where = " and ".join(str(address) for address in served)
         _log.info("serving", extra={"fields": {"at": where, "epoch": cache.layout.epoch, "slots": config.slots}})
-        expiry = asyncio.create_task(_expire_sessions(cache))
+        expiry = asyncio.create_task(_expire(cache))
         await stop.wait()
         await _shut_down(rpc, cache, config.shutdown_seconds)
         expiry.cancel()
@@ -115,10 +115,17 @@ def _make_cache(config: Config, metrics: Metrics, resources: contextlib.ExitStac
     cache = AdapterCache(
         Residency(layout, events, host.drop, config.max_adapters),
         Sessions(config.max_sessions, config.max_mappings),
-        SourceAndHost(source, host, load_pool, metrics, time.monotonic),
+        SourceAndHost(source, host, config.max_adapter_bytes, load_pool, metrics, time.monotonic),
         device,
         environment,
-        Limits(config.device_bytes, config.max_entries, config.max_rows, config.max_response_bytes),
+        Limits(
+            config.device_bytes,
+            config.max_entries,
+            config.max_rows,
+            config.max_response_bytes,
+            config.max_holds,
+            config.mapping_idle_seconds,
+        ),
     )
     model = read_model(config)
     if model is not None:
@@ -145,18 +152,15 @@ def read_model(config: Config) -> ModelSpec | None:
 
 
 def _snapshot(cache: AdapterCache) -> Snapshot:
-    residency, host = cache.residency, cache.tiers.host
+    residency = cache.residency
     pins = sum(len(owners) for owners in residency.pins.owners.values())
-    return Snapshot(
-        residency.layout, len(residency), residency.keeps, pins, len(cache.sessions), host.used_bytes,
-        host.capacity_bytes,
-    )  # fmt: skip
+    return Snapshot(residency.layout, cache.capacity(), pins, len(residency.holds))
 
 
-async def _expire_sessions(cache: AdapterCache) -> None:
+async def _expire(cache: AdapterCache) -> None:
     while True:
         await asyncio.sleep(_EXPIRY_SECONDS)
-        cache.expire_sessions()
+        cache.expire()
 
 
 async def _shut_down(rpc: Rpc, cache: AdapterCache, seconds: float) -> None:

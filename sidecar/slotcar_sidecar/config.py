@@ -115,8 +115,8 @@ class Config:
         None, "Hugging Face folder of the base model; only shapes are read. Otherwise the first session's spec counts."
     )
     model_spec: Path | None = _setting(None, "JSON file with the base model's sites, as `slotcar spec` writes it.")
-    slots: int = _setting(8, "Number of adapter slots.")
-    max_rank: int = _setting(64, "Largest LoRA rank at any site.")
+    slots: int = _setting(8, "Number of adapter slots.", most=4096)
+    max_rank: int = _setting(64, "Largest LoRA rank at any site.", most=65536)
     dtype: str = _setting("float32", "Element type of the slots.", choices=DTYPES)
     device: str = _setting("auto", "Where the slots are; auto is the CPU.", choices=("auto", "cpu", "cuda"))
     root: tuple[Path, ...] = _setting((), "Folder that adapters may be loaded from. Repeatable; none allows no load.")
@@ -130,6 +130,8 @@ class Config:
     max_adapters: int = _setting(100_000, "Most names of adapters.")
     max_sessions: int = _setting(256, "Most sessions at a time.")
     max_mappings: int = _setting(64, "Most mappings of one session.")
+    max_holds: int = _setting(1024, "Most holds of one session.")
+    mapping_idle_seconds: float = _setting(30.0, "An unused mapping loses its pins after this time, not its validity.")
     compute_threads: int = _setting(1, "Forwards that run side by side, one thread each.")
     load_threads: int = _setting(2, "Loads that read or write side by side, one thread each.")
     heartbeat_seconds: float = _setting(10.0, "A session's stream carries a sign of life at least this often.")
@@ -144,6 +146,9 @@ class Config:
                 raise ConfigError(item.name, value, " or ".join(choices))
             if item.type in ("int", "float") and not value > 0:
                 raise ConfigError(item.name, value, "more than 0")
+            most = item.metadata.get("most")
+            if most is not None and value > most:
+                raise ConfigError(item.name, value, f"at most {most}")
         if self.max_message_bytes > _MAX_MESSAGE_BYTES:
             raise ConfigError("max_message_bytes", self.max_message_bytes, f"at most {_MAX_MESSAGE_BYTES}")
         if self.device == "cuda":

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from slotcar_sidecar.cache import AdapterCache
 from slotcar_sidecar.core.adapter import Adapter, SiteLora
@@ -25,9 +25,12 @@ from slotcar_sidecar.core.tensor import Matrix
 from slotcar_sidecar.store.host import HostTierLru
 from slotcar_sidecar.store.tiers import SourceAndHost
 
+T = TypeVar("T")
+
 SITE = "layer.proj"
 MODEL = ModelSpec((Site(SITE, 1, 1),))
 TORN = "bytes that are being written"
+IDLE_SECONDS = 30.0
 
 
 def digest_of(content: str) -> Digest:
@@ -216,14 +219,31 @@ def make_bench(slots: int, *, host_bytes: int = 1 << 20, model: ModelSpec | None
     cache = AdapterCache(
         Residency(Layout.empty(Epoch("epoch"), slots), events, host.drop, max_names=8),
         Sessions(max_sessions=64, max_mappings=8),
-        SourceAndHost(source, host, InlineExecutor(), observer, clock),
+        SourceAndHost(source, host, 1 << 20, InlineExecutor(), observer, clock),
         device,
         Environment(load_pool, compute_pool, clock, lambda: f"id{next(numbers)}", observer),
-        Limits(device_bytes=1 << 40, max_entries=64, max_rows=1 << 20, max_response_bytes=1 << 12),
+        Limits(
+            device_bytes=1 << 40,
+            max_entries=64,
+            max_rows=1 << 20,
+            max_response_bytes=1 << 12,
+            max_holds=8,
+            mapping_idle_seconds=IDLE_SECONDS,
+        ),
     )
     if model is not None:
         cache.adopt_model(model)
     return Bench(cache, source, device, clock, load_pool, compute_pool, seen)
+
+
+def at_once(work: Coroutine[Any, Any, T]) -> T:
+    """The result of a call that has nothing to wait for; no other step comes between."""
+    try:
+        work.send(None)
+    except StopIteration as done:
+        return cast(T, done.value)
+    work.close()
+    raise AssertionError("the call waits")
 
 
 async def settle() -> None:

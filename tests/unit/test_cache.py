@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from slotcar_sidecar.core.calls import Computed, ForwardCall, LoadCall
+from slotcar_sidecar.core.calls import LoadCall
 from slotcar_sidecar.core.errors import (
     AdapterConflict,
     AdapterNotFound,
@@ -26,85 +26,36 @@ from slotcar_sidecar.core.errors import (
 )
 from slotcar_sidecar.core.events import EventKind
 from slotcar_sidecar.core.forward import ForwardItem
-from slotcar_sidecar.core.ids import AdapterRef, SessionId, SlotId
+from slotcar_sidecar.core.ids import SlotId
 from slotcar_sidecar.core.layout import SlotState
 from slotcar_sidecar.core.mapping import Mapping
-from slotcar_sidecar.core.residency import OnConflict
+from slotcar_sidecar.core.session import SessionTerms
 
 from tests.fakes.parts import MODEL, SITE, Bench, digest_of, make_bench, settle, vector, weights_of
-
-
-def ref(text: str) -> AdapterRef:
-    return AdapterRef.parse(text)
-
-
-def load(bench: Bench, name: str, content: str | None = None, **options: Any) -> asyncio.Task[Any]:
-    """A load under way; with `content`, its folder has it first."""
-    source = None
-    if content is not None:
-        source = f"/{name.partition('@')[0]}"
-        bench.source.contents[source] = content
-    on_conflict = OnConflict.REPLACE if options.get("replace") else OnConflict.FAIL
-    call = LoadCall(ref(name), source, on_conflict, options.get("keep", False))
-    return asyncio.get_running_loop().create_task(bench.cache.load(call))
-
-
-async def finish(bench: Bench, *tasks: asyncio.Task[Any]) -> list[Any]:
-    """Runs every job until the tasks are done; exceptions are results."""
-    await settle()
-    while not all(task.done() for task in tasks):
-        pool = bench.load_pool if bench.load_pool.jobs else bench.compute_pool
-        pool.run_one()
-        await settle()
-    return await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def loaded(bench: Bench, name: str, content: str | None = None, **options: Any) -> Any:
-    (result,) = await finish(bench, load(bench, name, content, **options))
-    if isinstance(result, BaseException):
-        raise result
-    return result
-
-
-def open_session(bench: Bench) -> SessionId:
-    return bench.cache.open_session("engine", 10.0, None).session_id
-
-
-def map_names(bench: Bench, session: SessionId, *names: str | None, mapping_id: int = 0) -> Mapping:
-    return bench.cache.set_mapping(session, mapping_id, [ref(name) if name else None for name in names])
-
-
-def forward(bench: Bench, session: SessionId, mapping: Mapping, **changes: Any) -> asyncio.Task[Computed]:
-    counts = changes.get("row_counts", [1] * len(mapping.entries))
-    items = changes.get("items", [ForwardItem(SITE, vector(len(counts)))])
-    generation = changes.get("generation", mapping.generation)
-    call = ForwardCall(session, mapping.mapping_id, generation, counts, items, "unary")
-    return asyncio.get_running_loop().create_task(bench.cache.forward(call))
-
-
-def read_by(computed: Computed) -> list[str]:
-    return bytes(computed.outputs[0].data).decode().split("\n")
-
-
-async def computed(bench: Bench, session: SessionId, mapping: Mapping, **changes: Any) -> Computed:
-    (result,) = await finish(bench, forward(bench, session, mapping, **changes))
-    if isinstance(result, BaseException):
-        raise result
-    assert isinstance(result, Computed)
-    return result
-
+from tests.fakes.steps import (
+    ENGINE,
+    computed,
+    finish,
+    forward,
+    loaded,
+    map_names,
+    open_session,
+    read_by,
+    ref,
+    start_load,
+)
 
 # Loads
 
 
 async def test_a_load_is_visible_last() -> None:
     bench = make_bench(2)
-    task = load(bench, "a", "a1")
+    task = start_load(bench, "a", "a1")
     await settle()
     bench.load_pool.run_one()
     await settle()
     assert bench.cache.layout[SlotId(0)].state is SlotState.FILLING
-    assert len(bench.cache.residency) == 0
+    assert len(bench.cache.residency.names) == 0
     (result,) = await finish(bench, task)
     assert result.resident.slot == 0
     assert not result.already_resident
@@ -114,7 +65,9 @@ async def test_a_load_is_visible_last() -> None:
 async def test_loads_of_the_same_bytes_share_a_fill() -> None:
     bench = make_bench(3)
     bench.source.contents |= {"/a": "same", "/b": "same"}
-    results = await finish(bench, load(bench, "a", "same"), load(bench, "a", "same"), load(bench, "b", "same"))
+    results = await finish(
+        bench, start_load(bench, "a", "same"), start_load(bench, "a", "same"), start_load(bench, "b", "same")
+    )
     assert [result.resident.slot for result in results] == [0, 0, 0]
     assert len(bench.cache.layout.in_state(SlotState.OCCUPIED)) == 1
     assert (await loaded(bench, "a", "same")).already_resident
@@ -122,7 +75,7 @@ async def test_loads_of_the_same_bytes_share_a_fill() -> None:
 
 async def test_a_load_outlives_its_caller() -> None:
     bench = make_bench(2)
-    task = load(bench, "a", "a1")
+    task = start_load(bench, "a", "a1")
     await settle()
     task.cancel()
     await settle()
@@ -180,16 +133,16 @@ async def test_a_load_that_finds_every_slot_pinned_changes_nothing() -> None:
     with pytest.raises(SlotsExhausted) as refusal:
         await loaded(bench, "b", "b1")
     assert refusal.value.retry_after_seconds is not None
-    assert refusal.value.facts == {"slots": "1", "pinned": "1", "kept": "0", "loading": "0"}
+    assert refusal.value.facts == {"slots": "1", "pinned": "1", "kept": "0", "loading": "0", "reserved": "0"}
     assert bench.cache.layout == before
     with pytest.raises(AdapterNotFound):
-        bench.cache.residency.digest_of(ref("b"))
+        bench.cache.residency.names.digest_of(ref("b"))
 
 
 async def test_a_fill_that_fails_frees_its_slot_and_tells_every_caller() -> None:
     bench = make_bench(1)
     await loaded(bench, "a", "a1")
-    tasks = [load(bench, "b", "b1"), load(bench, "b", "b1")]
+    tasks = [start_load(bench, "b", "b1"), start_load(bench, "b", "b1")]
     await settle()
     bench.load_pool.run_one()
     await settle()
@@ -207,11 +160,11 @@ async def test_a_fill_that_fails_frees_its_slot_and_tells_every_caller() -> None
 async def test_bytes_that_were_filled_but_not_named_yet_are_no_victim() -> None:
     """Two loads whose jobs end in the same turn of the loop: the second may not evict what the first will name."""
     bench = make_bench(1)
-    first = load(bench, "a", "a1")
+    first = start_load(bench, "a", "a1")
     await settle()
     bench.load_pool.run_one()
     await settle()
-    second = load(bench, "b", "b1")
+    second = start_load(bench, "b", "b1")
     await settle()
     assert len(bench.load_pool.jobs) == 2  # the fill of a, and the check of b
     bench.load_pool.run_one()
@@ -241,7 +194,7 @@ async def test_an_adapter_larger_than_the_host_tier_is_refused_before_anything_i
 async def test_a_refused_load_is_an_event() -> None:
     bench = make_bench(1)
     bench.source.contents.clear()
-    task = asyncio.create_task(bench.cache.load(LoadCall(ref("a"), "/nowhere", OnConflict.FAIL, False)))
+    task = asyncio.create_task(bench.cache.load(LoadCall(ref("a"), "/nowhere")))
     with pytest.raises(SourceUnavailable):
         await task
     assert bench.seen[-1].kind is EventKind.REFUSED
@@ -362,7 +315,7 @@ async def test_a_failed_replace_changes_nothing() -> None:
     with pytest.raises(SlotsExhausted):
         await loaded(bench, "a", "a2", replace=True)
     assert bench.cache.layout == before
-    assert bench.cache.residency.digest_of(ref("a")) == digest_of("a1")
+    assert bench.cache.residency.names.digest_of(ref("a")) == digest_of("a1")
     await computed(bench, session, mapping)
 
 
@@ -376,7 +329,7 @@ async def test_a_fill_waits_for_the_kernel_that_reads_its_slot() -> None:
     reading = forward(bench, session, map_names(bench, session, "a"))
     await settle()
     bench.cache.unload(ref("a"), force=True)
-    writing = load(bench, "b", "b1")
+    writing = start_load(bench, "b", "b1")
     await settle()
     bench.load_pool.run_one()  # the check
     await settle()
@@ -399,7 +352,7 @@ async def test_the_slot_stays_marked_when_the_caller_of_a_forward_goes_away() ->
     await settle()
     reading.cancel()
     bench.cache.close_session(session)
-    writing = load(bench, "b", "b1")
+    writing = start_load(bench, "b", "b1")
     await settle()
     bench.load_pool.run_one()  # the check
     await settle()
@@ -449,15 +402,15 @@ async def test_a_mapping_is_all_or_nothing_and_lists_every_ref_at_fault() -> Non
 async def test_a_session_whose_grace_has_passed_leaves_nothing() -> None:
     bench = make_bench(1)
     await loaded(bench, "a", "a1")
-    session = bench.cache.open_session("engine", 10.0, None)
+    session = bench.cache.open_session(ENGINE, None)
     mapping = map_names(bench, session.session_id, "a")
     assert session.attachment is not None
     bench.cache.detach_session(session, session.attachment)
     bench.clock.now += 9.9
-    bench.cache.expire_sessions()
+    bench.cache.expire()
     await computed(bench, session.session_id, mapping)
     bench.clock.now += 0.1
-    bench.cache.expire_sessions()
+    bench.cache.expire()
     assert not bench.cache.residency.pins.pinned()
     with pytest.raises(SessionNotFound):
         await computed(bench, session.session_id, mapping)
@@ -466,10 +419,10 @@ async def test_a_session_whose_grace_has_passed_leaves_nothing() -> None:
 
 async def test_a_session_of_another_model_is_refused_and_leaves_nothing() -> None:
     bench = make_bench(1, model=None)
-    bench.cache.open_session("first", 10.0, MODEL)
+    bench.cache.open_session(SessionTerms("first", 10.0), MODEL)
     other = type(MODEL).of([type(MODEL.sites[0])("elsewhere", 1, 1)])
     with pytest.raises(Exception, match="elsewhere"):
-        bench.cache.open_session("second", 10.0, other)
+        bench.cache.open_session(SessionTerms("second", 10.0), other)
     assert len(bench.cache.sessions) == 1
 
 
@@ -538,7 +491,7 @@ async def test_the_version_that_is_replaced_is_served_until_the_name_moves() -> 
     await loaded(bench, "a", "a1")
     await loaded(bench, "b", "b1")
     session = open_session(bench)
-    replacing = load(bench, "a", "a2", replace=True)
+    replacing = start_load(bench, "a", "a2", replace=True)
     await settle()
     bench.load_pool.run_one()
     await settle()
@@ -562,8 +515,8 @@ async def test_a_replace_whose_fill_fails_leaves_the_old_version_resident() -> N
 async def test_a_forced_unload_while_a_load_of_the_same_bytes_wakes_up() -> None:
     """The slot is freed between the end of the fill and the turn of the second load that waited for it."""
     bench = make_bench(2)
-    first = load(bench, "a", "same")
-    second = load(bench, "b", "same")
+    first = start_load(bench, "a", "same")
+    second = start_load(bench, "b", "same")
     for _ in range(2):
         await settle()
         bench.load_pool.run_one()
@@ -591,7 +544,7 @@ async def test_a_device_without_memory_refuses_the_session_and_keeps_nothing(mon
 
     monkeypatch.setattr(bench.device, "shape", shape)
     with pytest.raises(RuntimeError):
-        bench.cache.open_session("engine", 10.0, MODEL)
+        bench.cache.open_session(SessionTerms("engine", 10.0), MODEL)
     assert len(bench.cache.sessions) == 0
     assert bench.cache.model is None
 
@@ -614,7 +567,7 @@ async def test_each_name_comes_back_from_its_own_source() -> None:
 async def test_loads_beyond_a_few_wait_before_they_read() -> None:
     bench = make_bench(8)
     names = "abcdefgh"
-    tasks = [load(bench, name, f"{name}1") for name in names]
+    tasks = [start_load(bench, name, f"{name}1") for name in names]
     await settle()
     assert len(bench.source.reads) == 4
     await finish(bench, *tasks)

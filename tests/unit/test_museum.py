@@ -66,10 +66,10 @@ from slotcar_sidecar.store.source import LocalSource
 
 from tests.adapters import MINIMAL_CONFIG, WEIGHTS_FILE, raw_tensors, write_raw_adapter
 from tests.fakes.parts import SITE, Bench, digest_of, make_bench, settle, vector
+from tests.fakes.steps import computed, finish, forward, loaded, map_names, open_session, read_by, ref, start_load
 from tests.fakes.weights import FakeWeights, fake_weights
 from tests.kernels.cases import padded, site_slots
 from tests.tolerances import assert_close, assert_same_bits
-from tests.unit.test_cache import computed, finish, forward, load, loaded, map_names, open_session, read_by, ref
 
 Q = "model.layers.0.self_attn.q_proj"
 SPEC = ModelSpec.of([Site("k", 33, 18), Site("q", 33, 40)])
@@ -114,7 +114,7 @@ def read(tensors: Mapping[str, torch.Tensor] | bytes, **fields: Any) -> Any:
 
 
 async def test_a_layout_that_changes_under_an_unchanged_mapping() -> None:
-    """vllm#47724. To see it fail: leave out both calls of check_current in AdapterCache._forward."""
+    """vllm#47724. To see it fail: leave out both calls of check_current in Forwards._forward."""
     bench = make_bench(2)
     for name in ("a", "b"):
         await loaded(bench, name, name)
@@ -137,7 +137,7 @@ async def test_the_same_ids_come_back_in_the_same_slots() -> None:
     late = forward(bench, session, mapping)
     await settle()
     bench.cache.unload(ref("a"), force=True)
-    await finish(bench, load(bench, "c", "c"), late)
+    await finish(bench, start_load(bench, "c", "c"), late)
     bench.cache.unload(ref("c"), force=False)
     again = await loaded(bench, "a", "a")
     assert (again.resident.slot, again.resident.adapter.digest) == (mapping.entries[0].slot, mapping.entries[0].digest)
@@ -174,7 +174,7 @@ async def test_two_loads_under_one_name_from_two_places() -> None:
     results = await finish(bench, *(_load_from(bench, "a", source) for source in ("/x", "/y")))
     refused = [result for result in results if isinstance(result, AdapterConflict)]
     assert len(refused) == 1
-    assert refused[0].facts["found"] == str(bench.cache.residency.digest_of(ref("a")))
+    assert refused[0].facts["found"] == str(bench.cache.residency.names.digest_of(ref("a")))
     assert len(bench.cache.layout.in_state(SlotState.OCCUPIED)) == 1
 
 
@@ -239,7 +239,7 @@ async def test_more_names_than_slots() -> None:
     bench = make_bench(1)
     for name in ("a", "b", "c"):
         await loaded(bench, name, name)
-    assert len(bench.cache.residency) == 3
+    assert len(bench.cache.residency.names) == 3
     session = open_session(bench)
     assert read_by(await computed(bench, session, map_names(bench, session, "c"))) == [digest("c")]
 
@@ -283,7 +283,7 @@ async def test_unload_does_not_hang_after_an_abort() -> None:
     assert not inspect.iscoroutinefunction(bench.cache.unload)
     assert bench.cache.unload(ref("a"), force=False).slot_state is SlotState.DRAINING
     bench.cache.close_session(session)
-    (result,) = await finish(bench, load(bench, "b", "b"))
+    (result,) = await finish(bench, start_load(bench, "b", "b"))
     assert result.resident.slot == 0
     assert not bench.device.written_while_read
 
@@ -312,17 +312,16 @@ async def test_pins_do_not_drift() -> None:
 
 
 async def test_no_unload_fits_between_the_lookup_and_the_pin() -> None:
-    """sglang#9084. To see it fail: make set_mapping a coroutine that awaits between resolve and pin.
+    """sglang#9084. To see it fail: await between resolve and pin in Mappings._set_now; map_names lets nothing wait.
 
     The same between the end of a load's fill and its name, at every turn of the loop: do not look again in
-    AdapterCache._make_resident.
+    Loads.make_resident.
     """
-    assert not inspect.iscoroutinefunction(make_bench(1).cache.set_mapping)
     for turns in range(12):
         bench = make_bench(1)
         await loaded(bench, "a", "a")
         await loaded(bench, "b", "b")
-        again = load(bench, "a")
+        again = start_load(bench, "a")
         await settle()
         bench.load_pool.run_one()
         await settle()
@@ -333,7 +332,7 @@ async def test_no_unload_fits_between_the_lookup_and_the_pin() -> None:
         (result,) = await finish(bench, again)
         assert not isinstance(result, BaseException), (turns, result)
         bench.cache.check_integrity()
-        if bench.cache.residency.digest_named(AdapterName("a")):
+        if bench.cache.residency.names.get(AdapterName("a")):
             session = open_session(bench)
             assert read_by(await computed(bench, session, map_names(bench, session, "a"))) == [digest("a")]
 
@@ -344,7 +343,7 @@ async def test_a_load_does_not_block_compute() -> None:
     await loaded(bench, "a", "a")
     session = open_session(bench)
     mapping = map_names(bench, session, "a")
-    loading = load(bench, "b", "b")
+    loading = start_load(bench, "b", "b")
     await settle()
     bench.load_pool.run_one()
     await settle()
@@ -380,7 +379,7 @@ async def test_new_bytes_under_an_old_name_are_never_the_old() -> None:
     assert (await loaded(bench, "a", "new", replace=True)).resident.adapter.digest == digest_of("new")
     assert read_by(await computed(bench, session, map_names(bench, session, "a"))) == [digest("new")]
     bench.source.contents["/a"] = "newest"
-    (same,) = await finish(bench, load(bench, "a"))
+    (same,) = await finish(bench, start_load(bench, "a"))
     assert same.resident.adapter.digest == digest_of("new")
     bench.cache.tiers.host.drop(digest_of("new"))
     bench.cache.unload(ref("a"), force=False)
@@ -590,11 +589,11 @@ async def test_a_client_that_dies_with_pins() -> None:
     assert session.attachment is not None
     bench.cache.detach_session(session, session.attachment)
     bench.clock.now += 9
-    bench.cache.expire_sessions()
+    bench.cache.expire()
     with pytest.raises(SlotsExhausted):
         await loaded(bench, "b", "b")
     bench.clock.now += 1
-    bench.cache.expire_sessions()
+    bench.cache.expire()
     await loaded(bench, "b", "b")
     with pytest.raises(SessionNotFound):
         await computed(bench, session_id, mapping)
@@ -639,7 +638,7 @@ async def test_unload_while_in_flight(force: bool) -> None:
     unloaded = bench.cache.unload(ref("a"), force=force)
     assert unloaded.slot_state is (SlotState.FREE if force else SlotState.DRAINING)
     bench.cache.close_session(session)
-    loading = load(bench, "b", "b")
+    loading = start_load(bench, "b", "b")
     await settle()
     bench.load_pool.run_one()
     await settle()
@@ -666,9 +665,9 @@ async def test_unload_while_in_flight_with_nobody_waiting_for_the_slot() -> None
 async def test_one_bad_adapter_does_not_hold_up_the_rest() -> None:
     """gateway-api-inference-extension#584. To see it fail: let an error leave self._fills or a claim behind."""
     bench = make_bench(2)
-    bad = load(bench, "missing")
+    bad = start_load(bench, "missing")
     bench.device.fail_fill = RuntimeError("the device refused the write")
-    broken = load(bench, "broken", "broken")
+    broken = start_load(bench, "broken", "broken")
     results = await finish(bench, bad, broken)
     assert [type(result) for result in results] == [AdapterNotFound, RuntimeError]
     bench.device.fail_fill = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterator
+from typing import Any
 
 import grpc
 from slotcar.v1 import engine_service_pb2
@@ -62,18 +63,19 @@ class _OpenStream:
 
     def __init__(self, rpc: Rpc) -> None:
         self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
-        self._call = rpc.engine.ForwardStream(self._feed())
+        self._call: Any = rpc.forward_stream(self._feed())
 
     @property
     def alive(self) -> bool:
-        return self._call.is_active()
+        return bool(self._call.is_active())
 
     def ask(self, request: engine_service_pb2.ForwardRequest) -> _Response:
         self._requests.put(_Request(forward=request))
         try:
-            return next(self._call)
+            response: _Response = next(self._call)
         except StopIteration:
             raise Unavailable("the server ended the stream of Forwards") from None
+        return response
 
     def cancel(self) -> None:
         """Ends the stream and the thread that gRPC reads the queue with. Idempotent."""

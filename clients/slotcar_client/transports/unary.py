@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from slotcar.v1 import engine_service_pb2
 
+from slotcar_client.effects import Call
 from slotcar_client.rpc import Rpc
 
 
@@ -14,7 +15,8 @@ class UnaryTransport:
         self._rpc = rpc
 
     def forward(self, request: engine_service_pb2.ForwardRequest) -> engine_service_pb2.ForwardResponse:
-        return self._rpc.call(self._rpc.engine.Forward, request)
+        response: engine_service_pb2.ForwardResponse = self._rpc.call(Call(request))
+        return response
 
     def close(self) -> None:
         """Nothing is open."""

@@ -2,36 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from slotcar_sidecar.core.adapter import Adapter
 from slotcar_sidecar.core.errors import CapacityExceeded, RequestInvalid, SlotcarError
 from slotcar_sidecar.core.forward import ForwardItem, check_items, output_bytes
+from slotcar_sidecar.core.holds import HoldTerms
 from slotcar_sidecar.core.ids import AdapterRef, SessionId
-from slotcar_sidecar.core.layout import Layout
+from slotcar_sidecar.core.layout import Layout, SlotState
 from slotcar_sidecar.core.model import ModelSpec
-from slotcar_sidecar.core.ports import Limits
+from slotcar_sidecar.core.pins import MappingOwner
+from slotcar_sidecar.core.ports import Limits, Upload
 from slotcar_sidecar.core.residency import OnConflict, Resident
 from slotcar_sidecar.core.tensor import Matrix
+
+MAX_WAIT_SECONDS = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class LoadCall:
-    """What a caller wants to be resident under a name; `source` None means the one that is known."""
+    """What a caller wants under a name: from `source`, from what came with the call, or else from where it is known.
+
+    `in_slot` False stops at the host tier; `hold` takes a hold in the same step.
+    """
 
     ref: AdapterRef
-    source: str | None
-    on_conflict: OnConflict
-    keep: bool
+    source: str | None = None
+    on_conflict: OnConflict = OnConflict.FAIL
+    keep: bool = False
+    in_slot: bool = True
+    hold: HoldTerms | None = None
+    upload: Upload | None = None
+
+    def __post_init__(self) -> None:
+        if self.keep and not self.in_slot:
+            raise RequestInvalid("target_tier", found="TIER_HOST", wanted="TIER_DEVICE for what is to be kept")
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The name with its adapter, the model it was checked against, and the layout at which it is resident."""
+    """The name with its adapter, the model it was checked against, and the layout at which it is there."""
 
     resident: Resident
-    model: ModelSpec
+    model: ModelSpec | None
     layout: Layout
     already_resident: bool
 
@@ -47,6 +61,44 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True)
+class Capacity:
+    """How full the server is. Pairs are what there is and the most that there may be; `host_bytes` has what is held."""
+
+    slots: Mapping[SlotState, int]
+    pinned: int
+    available: int
+    reserved: int
+    keeps: int
+    slot_bytes: int
+    host_bytes: tuple[int, int, int]
+    adapters: tuple[int, int]
+    sessions: tuple[int, int]
+    waiting: int
+
+
+@dataclass(frozen=True, slots=True)
+class MappingCall:
+    """A mapping that a session wants. `load`: make resident what is in no slot.
+
+    `wait_seconds`: how long to wait, in the order of the calls, until enough slots can be had.
+    """
+
+    session: SessionId
+    mapping_id: int
+    refs: Sequence[AdapterRef | None]
+    load: bool = False
+    wait_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.wait_seconds <= MAX_WAIT_SECONDS:
+            raise RequestInvalid("wait", found=self.wait_seconds, wanted=f"0 to {MAX_WAIT_SECONDS:g} seconds")
+
+    @property
+    def owner(self) -> MappingOwner:
+        return MappingOwner(self.session, self.mapping_id)
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardCall:
     """Rows of a mapping at some sites; `generation` is the one that SetMapping returned."""
 
@@ -56,6 +108,7 @@ class ForwardCall:
     row_counts: Sequence[int]
     items: Sequence[ForwardItem]
     plane: str
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)

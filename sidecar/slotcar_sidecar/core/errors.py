@@ -45,6 +45,7 @@ class Reason(StrEnum):
     SHUTTING_DOWN = "SHUTTING_DOWN"
     REQUEST_INVALID = "REQUEST_INVALID"
     INTERNAL = "INTERNAL"
+    VERSION_MISMATCH = "VERSION_MISMATCH"
 
 
 class SlotcarError(Exception):
@@ -227,6 +228,14 @@ class ShuttingDown(SlotcarError):
 
     def __init__(self) -> None:
         super().__init__("the server is shutting down: retry elsewhere, or when a new epoch is up")
+
+
+class VersionMismatch(SlotcarError):
+    reason = Reason.VERSION_MISMATCH
+    field = "client_version"
+
+    def __init__(self, *, found: str, wanted: str) -> None:
+        super().__init__(f"the client is of version {found}, the server of {wanted}", found=found, wanted=wanted)
 
 
 class InternalError(SlotcarError):

@@ -26,6 +26,9 @@ class EventKind(StrEnum):
     SESSION_OPENED = "session_opened"
     SESSION_ENDED = "session_ended"
     FORWARD_STALE = "forward_stale"
+    HELD = "held"
+    HOLD_RELEASED = "hold_released"
+    EXPIRED = "expired"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from slotcar_sidecar.core.layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What one entry resolved to."""
+    """What one entry resolved to; `ref` has the digest."""
 
     ref: AdapterRef
     digest: Digest
@@ -31,6 +31,11 @@ class Mapping:
     @property
     def slots(self) -> frozenset[SlotId]:
         return frozenset(entry.slot for entry in self.entries if entry is not None)
+
+    @property
+    def refs(self) -> tuple[AdapterRef | None, ...]:
+        """What each entry resolved to, as name@digest; None for the base model."""
+        return tuple(entry.ref if entry else None for entry in self.entries)
 
     @property
     def digests(self) -> tuple[str, ...]:
@@ -67,7 +72,7 @@ class Mapping:
     @staticmethod
     def _names(entries: Iterable[Entry | None]) -> dict[str, None]:
         """Each adapter once, as name@digest."""
-        return dict.fromkeys(f"{entry.ref.name}@{entry.digest}" for entry in entries if entry is not None)
+        return dict.fromkeys(str(entry.ref) for entry in entries if entry is not None)
 
     def rows(self, row_counts: Sequence[int]) -> tuple[tuple[SlotId | None, int], ...]:
         """(slot, number of rows) per entry, None for the base model. Raises ShapeMismatch (invariant I5)."""

@@ -18,18 +18,33 @@ class MappingOwner:
 
 
 @dataclass(frozen=True, slots=True)
+class HoldOwner:
+    """A hold of a session, as the owner of a digest's bytes and, inside its reservation, of a pin."""
+
+    session: SessionId
+    hold_id: int
+
+
+PinOwner = MappingOwner | HoldOwner
+
+
+@dataclass(frozen=True, slots=True)
 class Pins:
     """slot → owners. Slots without an owner are absent."""
 
-    owners: Mapping[SlotId, frozenset[MappingOwner]] = field(default_factory=lambda: MappingProxyType({}))
+    owners: Mapping[SlotId, frozenset[PinOwner]] = field(default_factory=lambda: MappingProxyType({}))
 
-    def of(self, slot: SlotId) -> frozenset[MappingOwner]:
+    def of(self, slot: SlotId) -> frozenset[PinOwner]:
         return self.owners.get(slot, frozenset())
+
+    def by(self, owner: PinOwner) -> frozenset[SlotId]:
+        """The slots that `owner` pins."""
+        return frozenset(slot for slot, owners in self.owners.items() if owner in owners)
 
     def pinned(self) -> frozenset[SlotId]:
         return frozenset(self.owners)
 
-    def replace(self, owner: MappingOwner, slots: Iterable[SlotId]) -> Pins:
+    def replace(self, owner: PinOwner, slots: Iterable[SlotId]) -> Pins:
         """`owner` pins exactly `slots` from now on. Idempotent."""
         wanted = frozenset(slots)
         table = {slot: owners | {owner} if slot in wanted else owners - {owner} for slot, owners in self.owners.items()}

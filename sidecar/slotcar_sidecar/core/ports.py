@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Protocol
 
 from slotcar_sidecar.core.adapter import Adapter
-from slotcar_sidecar.core.errors import RequestInvalid
+from slotcar_sidecar.core.errors import CapacityExceeded, RequestInvalid
 from slotcar_sidecar.core.forward import ForwardItem
 from slotcar_sidecar.core.ids import Digest, SlotId
 from slotcar_sidecar.core.model import ModelSpec
@@ -49,11 +49,17 @@ class HostTier(Protocol):
     def get(self, digest: Digest) -> HostAdapter | None:
         """The adapter, which becomes the most recently used, or None."""
 
-    def check(self, weights: HostAdapter) -> None:
-        """Raises CapacityExceeded if the adapter can never fit."""
+    def check(self, weights: HostAdapter, held: Collection[Digest] = ()) -> None:
+        """Raises CapacityExceeded if the adapter cannot fit beside what is held."""
 
-    def put(self, weights: HostAdapter) -> tuple[Digest, ...]:
-        """Stores an adapter and returns what was dropped for it. Raises CapacityExceeded if it can never fit."""
+    def put(self, weights: HostAdapter, held: Collection[Digest] = ()) -> tuple[Digest, ...]:
+        """Stores an adapter and returns what was dropped for it, which is never one of `held`.
+
+        Raises CapacityExceeded, and drops nothing, if it cannot fit beside them.
+        """
+
+    def bytes_of(self, digests: Collection[Digest]) -> int:
+        """Size of those of `digests` that are here."""
 
     def drop(self, digest: Digest) -> None:
         """Forgets an adapter, if it is there."""
@@ -61,10 +67,29 @@ class HostTier(Protocol):
     def __contains__(self, digest: object) -> bool: ...
 
 
+class Upload(Protocol):
+    """The files of an adapter that come with a call, in chunks. Each call raises RequestInvalid."""
+
+    def add_config(self, chunk: bytes) -> None:
+        """The next bytes of adapter_config.json."""
+
+    def add_weights(self, chunk: bytes) -> None:
+        """The next bytes of adapter_model.safetensors."""
+
+    def finish(self, wanted: Digest | None) -> HostAdapter:
+        """Verifies files that have come whole. Blocks; runs in the loader pool."""
+
+
 class Tiers(Protocol):
     """All tiers above the device."""
 
     host: HostTier
+
+    def begin_upload(self, config_bytes: int, weights_bytes: int) -> Upload:
+        """Makes room for files of these sizes. Raises RequestInvalid or CapacityExceeded."""
+
+    async def from_upload(self, upload: Upload, wanted: Digest | None) -> HostAdapter:
+        """Verifies files that have come whole, as those of a source. Raises what `from_source` raises."""
 
     async def canonical(self, uri: str) -> str:
         """The one spelling of `uri`. Raises SourceDenied."""
@@ -144,6 +169,15 @@ class Limits:
     max_entries: int
     max_rows: int
     max_response_bytes: int
+    max_holds: int
+    mapping_idle_seconds: float
+
+    def check_holds(self, count: int, *, is_new: bool) -> None:
+        """Raises CapacityExceeded when a session has all the holds that it may have."""
+        if is_new and count >= self.max_holds:
+            raise CapacityExceeded(
+                f"the session has {self.max_holds} holds already: release one", found=count, wanted=self.max_holds
+            )
 
     def check_entries(self, field: str, count: int) -> None:
         """Raises RequestInvalid for more than the entries of the largest mapping; before they are looked at."""

@@ -1,7 +1,8 @@
-"""Names, adapters, keeps, the layout and its pins: which digest each name has and which slot each digest has.
+"""Which digest each name has, which slot each digest has, and who keeps them there.
 
-Invariants: a keep's name is resident; a draining slot has a pin and no name; a claimed digest is never a victim.
-Every method is one step: it changes everything that belongs together, or raises and changes nothing.
+Invariants: a keep's name is resident; a draining slot has a pin and no name; a digest is forgotten, with its bytes,
+when no name, pin, hold or load refers to it. Every method is one step: it changes everything that belongs together,
+or raises and changes nothing.
 """
 
 from __future__ import annotations
@@ -9,24 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Unpack
 
 from slotcar_sidecar.core.adapter import Adapter
-from slotcar_sidecar.core.errors import (
-    AdapterConflict,
-    AdapterNotFound,
-    AdapterNotResident,
-    CapacityExceeded,
-    SlotsExhausted,
-)
-from slotcar_sidecar.core.events import EventKind, EventLog
+from slotcar_sidecar.core.errors import AdapterNotFound, AdapterNotResident, RequestInvalid, SlotsExhausted
+from slotcar_sidecar.core.events import EventKind, EventLog, Subject
+from slotcar_sidecar.core.holds import Hold, Holds, HoldTerms
 from slotcar_sidecar.core.ids import AdapterName, AdapterRef, Digest, SessionId, SlotId
 from slotcar_sidecar.core.layout import Layout, SlotState
 from slotcar_sidecar.core.mapping import Entry
-from slotcar_sidecar.core.pins import MappingOwner, Pins
-from slotcar_sidecar.core.policy import least_recently_used
-
-_RETRY_SECONDS = 1.0
-_READABLE = (SlotState.OCCUPIED, SlotState.DRAINING)
+from slotcar_sidecar.core.names import Names
+from slotcar_sidecar.core.pins import HoldOwner, MappingOwner, PinOwner, Pins
+from slotcar_sidecar.core.slots import READABLE, Claim, Demand, Slots
 
 
 class OnConflict(Enum):
@@ -57,224 +52,245 @@ class Unloaded:
     pins_ended: int
 
 
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """The name that a load gives to an adapter, and how. `source` is where it was read now, None if it was not."""
+
+    name: AdapterName
+    on_conflict: OnConflict = OnConflict.FAIL
+    keep: bool = False
+    source: str | None = None
+    in_slot: bool = True
+
+
 class Residency:
-    """The single table that loads, unloads and mappings change."""
+    """The single table that loads, unloads, holds and mappings change."""
 
     def __init__(self, layout: Layout, events: EventLog, on_forget: Callable[[Digest], None], max_names: int) -> None:
-        self._layout = layout
-        self._pins = Pins()
-        self._names: dict[AdapterName, Digest] = {}
-        self._named: dict[Digest, set[AdapterName]] = {}
-        self._adapters: dict[Digest, Adapter] = {}
-        self._sources: dict[AdapterName, str] = {}
-        self._keeps: set[AdapterName] = set()
-        self._claims: dict[Digest, set[object]] = {}
-        self._last_used: dict[SlotId, int] = {}
-        self._uses = 0
+        self.names = Names(max_names)
+        self.holds = Holds()
+        self.slots = Slots(layout, lambda: self.names.kept_digests)
         self.events = events
         self._on_forget = on_forget
-        self._max_names = max_names
 
     @property
     def layout(self) -> Layout:
-        return self._layout
+        return self.slots.layout
 
     @property
     def pins(self) -> Pins:
-        return self._pins
+        return self.slots.pins
 
-    @property
-    def keeps(self) -> int:
-        return len(self._keeps)
-
-    def __len__(self) -> int:
-        """How many names there are."""
-        return len(self._names)
+    def held_digests(self) -> frozenset[Digest]:
+        """The digests whose bytes may not be dropped: held, without a source, or on their way to one of the two."""
+        return self.holds.digests() | self.names.without_source() | self.slots.claimed_bytes()
 
     # Look-ups
 
-    def digest_of(self, ref: AdapterRef) -> Digest:
-        """The digest that the name has now. Raises AdapterNotFound, also when `ref` says another digest."""
-        digest = self._names.get(ref.name)
-        if digest is None or ref.digest not in (None, digest):
-            raise AdapterNotFound(ref)
-        return digest
-
-    def digest_named(self, name: AdapterName) -> Digest | None:
-        """The digest that the name has now, None for an unknown name."""
-        return self._names.get(name)
-
-    def source_of(self, ref: AdapterRef) -> str:
-        """Where the name was loaded from. Raises AdapterNotFound as `digest_of` does."""
-        self.digest_of(ref)
-        return self._sources[ref.name]
-
     def describe(self, ref: AdapterRef) -> Resident:
-        """What the name has; with a digest, also one that is pinned, so that who pins it can look it up."""
-        slot = self._layout.find(ref.digest) if ref.digest is not None else None
-        if ref.digest is not None and slot is not None and self._pins.of(slot):
+        """What the name has; with a digest, also what the name had while that is pinned or held."""
+        if ref.digest is not None and self.names.was_known_as(ref):
             return self._described(ref.name, ref.digest)
-        return self._described(ref.name, self.digest_of(ref))
+        return self._described(ref.name, self.names.digest_of(ref))
 
     def describe_all(self) -> tuple[Resident, ...]:
         """Every name, in order."""
-        return tuple(self._described(name, digest) for name, digest in sorted(self._names.items()))
+        return tuple(self._described(name, self.names.digest_of(AdapterRef(name))) for name in self.names)
 
     def _described(self, name: AdapterName, digest: Digest) -> Resident:
-        slot = self._layout.find(digest)
-        if slot is not None and self._layout[slot].state is SlotState.FILLING:
-            slot = None
-        pins = len(self._pins.of(slot)) if slot is not None else 0
-        keep = name in self._keeps and self._names[name] == digest
-        adapter = self._adapters[digest]
-        return Resident(name, adapter, self._sources.get(name, adapter.source), slot, keep, pins)
+        slot = self.readable_slot(digest)
+        owners: set[PinOwner] = set(self.holds.of(digest))
+        if slot is not None:
+            owners |= self.pins.of(slot)
+        is_now = self.names.get(name) == digest
+        adapter = self.names.adapter(digest)
+        source = self.names.source_of(AdapterRef(name)) if is_now else adapter.source
+        return Resident(name, adapter, source, slot, is_now and self.names.is_kept(name), len(owners))
 
-    def resolve(self, refs: Sequence[AdapterRef | None], session: SessionId) -> tuple[Entry | None, ...]:
-        """Each ref's digest and slot, None for the base model, all or nothing.
+    def readable_slot(self, digest: Digest) -> SlotId | None:
+        """The slot that has the digest's bytes; None also while they are being written."""
+        slot = self.layout.find(digest)
+        return slot if slot is not None and self.layout[slot].state in READABLE else None
+
+    def resolve(self, refs: Sequence[AdapterRef | None], session: SessionId) -> tuple[AdapterRef | None, ...]:
+        """Each ref with its digest, None for the base model, all or nothing.
 
         A bare name has the digest that it has now. `name@digest` is that digest while the name has it, and after that
-        for as long as `session` pins it. Raises AdapterNotFound or AdapterNotResident with every ref at fault.
+        for as long as `session` pins or holds it. Raises AdapterNotFound with every ref at fault.
         """
-        slots = {slot.digest: SlotId(index) for index, slot in enumerate(self._layout.slots) if slot.state in _READABLE}
-        entries: list[Entry | None] = []
-        resolved: dict[AdapterRef, Entry] = {}
+        resolved: dict[AdapterRef, AdapterRef] = {}
         unknown: dict[AdapterRef, None] = {}
-        absent: dict[AdapterRef, None] = {}
-        for ref in refs:
-            if ref is None:
-                entries.append(None)
-                continue
-            if ref in resolved:
-                entries.append(resolved[ref])
-                continue
-            digest = self._names.get(ref.name)
+        for ref in dict.fromkeys(ref for ref in refs if ref is not None):
+            digest = self.names.get(ref.name)
             if ref.digest is not None and ref.digest != digest:
-                digest = ref.digest if self._is_pinned_by(session, slots.get(ref.digest)) else None
-            slot = slots.get(digest) if digest is not None else None
+                digest = ref.digest if self.names.was_known_as(ref) and self._has(session, ref.digest) else None
             if digest is None:
                 unknown[ref] = None
-            elif slot is None:
-                absent[ref] = None
             else:
-                resolved[ref] = Entry(ref, digest, slot)
-                entries.append(resolved[ref])
+                resolved[ref] = AdapterRef(ref.name, digest)
         if unknown:
             raise AdapterNotFound(*unknown)
+        return tuple(resolved[ref] if ref is not None else None for ref in refs)
+
+    def _has(self, session: SessionId, digest: Digest) -> bool:
+        slot = self.layout.find(digest)
+        owners: set[PinOwner] = set(self.holds.of(digest))
+        if slot is not None:
+            owners |= self.pins.of(slot)
+        return any(owner.session == session for owner in owners)
+
+    def entries(self, wanted: Sequence[AdapterRef | None]) -> tuple[Entry | None, ...]:
+        """Resolved refs with their slots. Raises AdapterNotResident with every ref that is in none."""
+        entries: list[Entry | None] = []
+        slots = {slot.digest: SlotId(index) for index, slot in enumerate(self.layout.slots) if slot.state in READABLE}
+        absent: dict[AdapterRef, None] = {}
+        for ref in wanted:
+            slot = slots.get(ref.digest) if ref is not None else None
+            if ref is None:
+                entries.append(None)
+            elif slot is None or ref.digest is None:
+                absent[ref] = None
+            else:
+                entries.append(Entry(ref, ref.digest, slot))
         if absent:
             raise AdapterNotResident(*absent)
         return tuple(entries)
 
-    def _is_pinned_by(self, session: SessionId, slot: SlotId | None) -> bool:
-        return slot is not None and any(owner.session == session for owner in self._pins.of(slot))
+    def absent(self, wanted: Iterable[AdapterRef | None]) -> tuple[AdapterRef, ...]:
+        """The first ref of each digest that is in no slot, or in one that is still written."""
+        first = {ref.digest: ref for ref in reversed(tuple(wanted)) if ref is not None}
+        return tuple(ref for digest, ref in first.items() if digest and self.readable_slot(digest) is None)
 
-    # Pins
+    # Pins of mappings
+
+    def demand(self, owner: MappingOwner, wanted: Sequence[AdapterRef | None], turn: object | None) -> Demand:
+        """What a mapping of resolved refs takes, where what only the mapping that it replaces pins counts as free."""
+        digests = {ref.digest for ref in wanted if ref is not None and ref.digest}
+        found = {digest: self.layout.find(digest) for digest in digests}
+        readable = [slot for digest in digests if (slot := self.readable_slot(digest)) is not None]
+        fills = sum(slot is None for slot in found.values())
+        what = "the mapping" if len(digests) != 1 else next(str(ref.name) for ref in wanted if ref is not None)
+        return Demand(what, owner.session, self.pins.replace(owner, readable), fills, turn)
 
     def pin(self, owner: MappingOwner, slots: Iterable[SlotId]) -> None:
         """`owner` pins exactly `slots`; what only it pinned before may drain away."""
         slots = tuple(slots)
-        self.touch(slots)
-        before = self._pins
-        self._pins = before.replace(owner, slots)
-        for slot in before.pinned() - self._pins.pinned():
-            self._free_if_drained(slot)
+        self.slots.touch(slots)
+        self._drained(self.slots.pin(owner, slots))
 
     def release(self, owner: MappingOwner) -> None:
         """`owner` pins nothing any more. Idempotent."""
         self.pin(owner, ())
 
-    def touch(self, slots: Iterable[SlotId]) -> None:
-        """The slots are used now."""
-        self._uses += 1
-        for slot in slots:
-            self._last_used[slot] = self._uses
+    def renew(self, owner: MappingOwner, entries: Iterable[Entry | None]) -> bool:
+        """Pins again what an idle mapping uses; False, and nothing happens, when that cannot be."""
+        mine = [entry for entry in entries if entry is not None]
+        slots = {entry.slot for entry in mine}
+        if any(self.readable_slot(entry.digest) != entry.slot for entry in mine):
+            return False
+        if not self._has_room(owner, slots):
+            return False
+        self.pin(owner, slots)
+        return True
+
+    def _has_room(self, owner: PinOwner, slots: Iterable[SlotId]) -> bool:
+        try:
+            self.slots.check(Demand("", owner.session, self.pins.replace(owner, slots), 0))
+        except SlotsExhausted:
+            return False
+        return True
 
     def advance(self) -> None:
         """Moves to the next generation though no slot changes, so that a mapping made now has one of its own."""
-        self._layout = self._layout.advance()
+        self.slots.layout = self.layout.advance()
+
+    # Holds
+
+    def hold(self, terms: HoldTerms, ref: AdapterRef, now: float) -> Hold:
+        """Holds a digest whose bytes are there, from `now` on; the slot too, if the reservation has room for it."""
+        assert ref.digest is not None
+        owner, before = terms.owner, self.holds.get(terms.owner)
+        slot = self.readable_slot(ref.digest) if terms.slot and self.may_hold_slot(owner, ref.digest) else None
+        if slot is not None and not self._has_room(owner, (slot,)):
+            slot = None
+        expires_at = now + terms.seconds if terms.seconds is not None else None
+        hold = Hold(owner, ref, ref.digest, slot is not None, expires_at)
+        self.holds.put(hold)
+        self._drained(self.slots.pin(owner, () if slot is None else (slot,)))
+        self._record(EventKind.HELD, name=ref.name, digest=ref.digest, slot=slot, session=owner.session)
+        if before is not None and before.digest != ref.digest:
+            self._retire(before.digest)
+        return hold
+
+    def may_hold_slot(self, owner: HoldOwner, digest: Digest) -> bool:
+        """Whether the session's reservation has room for the slots of its holds and this one."""
+        others = {hold.digest for hold in self.holds.of_session(owner.session) if hold.slot and hold.owner != owner}
+        return len(others | {digest}) <= self.slots.reserved.get(owner.session, 0)
+
+    def release_hold(self, owner: HoldOwner, reason: str) -> None:
+        """Ends a hold; what only it kept goes. Idempotent."""
+        hold = self.holds.remove(owner)
+        if hold is not None:
+            self._end_hold(hold, reason)
+
+    def _end_hold(self, hold: Hold, reason: str) -> None:
+        subject = Subject(name=hold.ref.name, digest=hold.digest, session=hold.owner.session, reason=reason)
+        self._record(EventKind.HOLD_RELEASED, **subject)
+        self.slots.pin(hold.owner, ())
+        self._retire(hold.digest)
 
     # Loads
 
-    def claim(self, digest: Digest, owner: object) -> None:
-        """A load needs the digest: it is neither evicted nor forgotten until `unclaim`."""
-        self._claims.setdefault(digest, set()).add(owner)
+    def claim(self, digest: Digest, claim: Claim) -> None:
+        """Keeps the digest from being forgotten while a load works on it."""
+        self.slots.claim(digest, claim)
 
-    def unclaim(self, digest: Digest, owner: object) -> None:
-        """Ends a claim; a digest that nothing refers to any more is freed."""
-        owners = self._claims.get(digest, set())
-        owners.discard(owner)
-        if not owners:
-            self._claims.pop(digest, None)
-            self._retire(digest)
+    def unclaim(self, digest: Digest, claim: Claim) -> None:
+        """Ends a claim; a digest that nobody named meanwhile goes, or drains while it is pinned. Idempotent."""
+        self.slots.unclaim(digest, claim)
+        self._retire(digest)
 
-    def check_name(self, name: AdapterName, digest: Digest, on_conflict: OnConflict, *, keep: bool) -> None:
-        """Raises AdapterConflict, SlotsExhausted or CapacityExceeded unless `bind` would succeed now."""
-        found = self._names.get(name, digest)
-        if found != digest and on_conflict is OnConflict.FAIL:
-            raise AdapterConflict(name, found=found, wanted=digest)
-        if name not in self._names and len(self._names) >= self._max_names:
-            raise CapacityExceeded(
-                f"the server has {self._max_names} adapters already: unload one",
-                found=len(self),
-                wanted=self._max_names,
-            )
-        if keep:
-            self._check_keep(name)
+    def check_binding(self, adapter: Adapter, binding: Binding) -> None:
+        """Raises AdapterConflict, SlotsExhausted, CapacityExceeded or RequestInvalid unless `bind` would succeed."""
+        name = binding.name
+        if binding.on_conflict is OnConflict.FAIL:
+            self.names.check_conflict(name, adapter.digest)
+        self.names.check_room(name)
+        kept = binding.keep or self.names.is_kept(name)
+        if kept and not binding.in_slot and self.readable_slot(adapter.digest) is None:
+            raise RequestInvalid("target_tier", found="TIER_HOST", wanted="TIER_DEVICE for a name that is kept")
+        if kept:
+            self.slots.check_keep(self.readable_slot(adapter.digest), len(self.names.kept | {name}))
 
     def begin_fill(self, digest: Digest, taker: AdapterName) -> SlotId:
-        """Takes a slot for a digest that has none: a free one, or the policy's victim. Raises SlotsExhausted."""
-        layout = self._layout
-        free = layout.in_state(SlotState.FREE)
-        slot = least_recently_used(free or self._victims(), self._last_used)
-        if slot is None:
-            count = len(layout.slots)
-            raise SlotsExhausted(
-                f"none of the {count} slots can take {taker}: each is pinned, kept or in a load",
-                retry_after_seconds=_RETRY_SECONDS,
-                slots=count,
-                pinned=len(self._pins.pinned()),
-                kept=len(self._kept_digests()),
-                loading=sum(slot.digest in self._claims for slot in layout.slots),
-            )
-        victim = layout[slot].digest
-        self._layout = layout.begin_fill(slot, digest)
-        self.touch((slot,))
+        """Takes a slot for a digest that has none: a free one, or the policy's victim. The room was checked."""
+        slot, victim = self.slots.take(digest)
         if victim is not None:
-            name = min(self._named.get(victim, ()), default=None)
+            name = min(self.names.named(victim), default=None)
             self._record(EventKind.EVICTED, name=name, digest=victim, slot=slot, reason=f"slot taken by {taker}")
         return slot
 
     def finish_fill(self, slot: SlotId) -> None:
         """The slot's bytes are written: it becomes visible."""
-        self._layout = self._layout.occupy(slot)
+        self.slots.layout = self.layout.occupy(slot)
 
     def abandon_fill(self, slot: SlotId) -> None:
         """The slot's bytes are not the digest's: it becomes free."""
-        self._layout = self._layout.release(slot)
+        self.slots.layout = self.layout.release(slot)
 
-    def bind(
-        self, name: AdapterName, adapter: Adapter, on_conflict: OnConflict, *, keep: bool, source: str | None = None
-    ) -> None:
-        """Gives a resident adapter the name, in one step with its keep; what the name had before may drain away.
-
-        `source` is where the name is loaded from again; by default where it was, or where these bytes were read.
-        """
-        digest = adapter.digest
-        self.check_name(name, digest, on_conflict, keep=keep)
-        slot = self._layout.find(digest)
-        assert slot is not None
-        assert self._layout[slot].state in _READABLE
-        before = self._names.get(name)
-        self._names[name] = digest
-        self._named.setdefault(digest, set()).add(name)
-        self._adapters[digest] = adapter
-        self._sources[name] = source or (self._sources.get(name) if before == digest else None) or adapter.source
-        if keep:
-            self._keeps.add(name)
-        if self._layout[slot].state is SlotState.DRAINING:
-            self._layout = self._layout.revive(slot)
-        if before is not None and before != digest:
+    def bind(self, adapter: Adapter, binding: Binding) -> None:
+        """Gives an adapter the name, in one step with its keep; what the name had before may drain away."""
+        self.check_binding(adapter, binding)
+        name, digest = binding.name, adapter.digest
+        slot = self.readable_slot(digest)
+        assert slot is not None or not binding.in_slot
+        before = self.names.bind(name, adapter, binding.source)
+        if binding.keep:
+            self.names.keep(name)
+        if slot is not None and self.layout[slot].state is SlotState.DRAINING:
+            self.slots.layout = self.layout.revive(slot)
+        if before is not None:
             self._record(EventKind.REPLACED, name=name, digest=digest, slot=slot, reason=f"was {before}")
-            self._unname(before, name)
             self._retire(before)
         else:
             self._record(EventKind.LOADED, name=name, digest=digest, slot=slot)
@@ -283,117 +299,86 @@ class Residency:
 
     def unload(self, ref: AdapterRef, *, force: bool) -> Unloaded:
         """Takes the name and its keep away; the digest's slot is freed, drains, or stays for another name."""
-        digest = self.digest_of(ref)
-        del self._names[ref.name], self._sources[ref.name]
-        self._keeps.discard(ref.name)
-        self._unname(digest, ref.name)
-        slot = self._layout.find(digest)
-        if slot is not None and self._layout[slot].state is SlotState.FILLING:
-            slot = None
-        owners = frozenset(self._pins.of(slot)) if slot is not None else frozenset()
-        ended = 0
-        if force and slot is not None and digest not in self._named:
-            self._layout = self._layout.invalidate(slot)
-            self._pins = self._pins.end(slot)
-            ended = len(owners)
-        reason = f"forced; {ended} pins ended" if force else ""
+        digest = self.names.digest_of(ref)
+        self.names.unbind(ref.name)
+        slot = self.readable_slot(digest)
+        ended: set[PinOwner] = set()
+        ended_holds: list[Hold] = []
+        if force and not self.names.is_named(digest):
+            ended_holds = [hold for owner in self.holds.of(digest) if (hold := self.holds.remove(owner)) is not None]
+            ended |= {hold.owner for hold in ended_holds}
+            if slot is not None:
+                ended |= self.pins.of(slot)
+                self.slots.layout = self.layout.invalidate(slot)
+                self.slots.pins = self.pins.end(slot)
+        reason = f"forced; {len(ended)} pins ended" if force else ""
         self._record(EventKind.UNLOADED, name=ref.name, digest=digest, slot=slot, reason=reason)
+        for hold in ended_holds:
+            self._end_hold(hold, f"{ref.name} was unloaded by force")
         self._retire(digest)
-        return Unloaded(digest, self._layout[slot].state if slot is not None else None, ended)
+        return Unloaded(digest, self.layout[slot].state if slot is not None else None, len(ended))
 
     def keep(self, ref: AdapterRef) -> None:
         """Asks for a resident name to stay resident. Idempotent."""
-        self.digest_of(ref)
-        if self.describe(ref).slot is None:
+        digest = self.names.digest_of(ref)
+        slot = self.readable_slot(digest)
+        if slot is None:
             raise AdapterNotResident(ref)
-        self._check_keep(ref.name)
-        if ref.name not in self._keeps:
-            self._keeps.add(ref.name)
-            self._record(EventKind.KEPT, name=ref.name, digest=self._names[ref.name])
+        self.slots.check_keep(slot, len(self.names.kept | {ref.name}))
+        if self.names.keep(ref.name):
+            self._record(EventKind.KEPT, name=ref.name, digest=digest)
 
     def release_keep(self, ref: AdapterRef) -> None:
         """Ends a keep. Idempotent."""
-        digest = self.digest_of(ref)
-        if ref.name in self._keeps:
-            self._keeps.discard(ref.name)
+        digest = self.names.digest_of(ref)
+        if self.names.release_keep(ref.name):
             self._record(EventKind.KEEP_RELEASED, name=ref.name, digest=digest)
 
     # Steps that the methods above share
 
-    def _check_keep(self, name: AdapterName) -> None:
-        limit = len(self._layout.slots) - 1
-        if len(self._keeps - {name}) >= limit:
-            raise SlotsExhausted(
-                f"{limit} of {limit + 1} slots are kept already: release a keep first", slots=limit + 1, kept=limit
-            )
-
-    def _kept_digests(self) -> set[Digest]:
-        return {self._names[name] for name in self._keeps}
-
-    def _victims(self) -> list[SlotId]:
-        kept = self._kept_digests()
-        return [
-            slot
-            for slot in self._layout.in_state(SlotState.OCCUPIED)
-            if not self._pins.of(slot)
-            and self._layout[slot].digest not in kept
-            and self._layout[slot].digest not in self._claims
-        ]
-
-    def _unname(self, digest: Digest, name: AdapterName) -> None:
-        names = self._named[digest]
-        names.discard(name)
-        if not names:
-            del self._named[digest]
-
     def _retire(self, digest: Digest) -> None:
         """Frees a digest that has no name and no claim, or lets its slot drain while it is pinned."""
-        if digest in self._named or digest in self._claims:
+        if self.names.is_named(digest) or self.slots.is_claimed(digest):
             return
-        slot = self._layout.find(digest)
-        if slot is not None and self._pins.of(slot):
-            if self._layout[slot].state is SlotState.OCCUPIED:
-                self._layout = self._layout.drain(slot)
-                pins = len(self._pins.of(slot))
+        slot = self.layout.find(digest)
+        if slot is not None and self.pins.of(slot):
+            if self.layout[slot].state is SlotState.OCCUPIED:
+                self.slots.layout = self.layout.drain(slot)
+                pins = len(self.pins.of(slot))
                 self._record(EventKind.DRAINING, digest=digest, slot=slot, reason=f"{pins} pins left")
             return
         if slot is not None:
-            self._layout = self._layout.release(slot)
+            self.slots.layout = self.layout.release(slot)
             self._record(EventKind.FREED, digest=digest, slot=slot, reason="no name has it")
-        if self._adapters.pop(digest, None) is not None:
+        if not self.holds.is_held(digest) and self.names.forget(digest):
             self._on_forget(digest)
 
-    def _free_if_drained(self, slot: SlotId) -> None:
-        digest = self._layout[slot].digest
-        if self._layout[slot].state is SlotState.DRAINING and digest is not None:
-            self._retire(digest)
+    def _drained(self, unpinned: Iterable[SlotId]) -> None:
+        for slot in unpinned:
+            digest = self.layout[slot].digest
+            if self.layout[slot].state is SlotState.DRAINING and digest is not None:
+                self._retire(digest)
 
-    def _record(
-        self,
-        kind: EventKind,
-        *,
-        digest: Digest,
-        name: AdapterName | None = None,
-        slot: SlotId | None = None,
-        reason: str = "",
-    ) -> None:
-        self.events.record(kind, self._layout.generation, name=name, digest=digest, slot=slot, reason=reason)
+    def _record(self, kind: EventKind, **subject: Unpack[Subject]) -> None:
+        self.events.record(kind, self.layout.generation, **subject)
 
     def check_integrity(self) -> None:
-        """Asserts the invariants of this table, and the layout's."""
-        self._layout.check_integrity()
-        assert len(self._keeps) < len(self._layout.slots)
-        assert self._sources.keys() == self._names.keys()
-        for name, digest in self._names.items():
-            assert digest in self._adapters, name
-            assert name in self._named[digest], name
-        assert {name for names in self._named.values() for name in names} == self._names.keys()
-        for name in self._keeps:
-            slot = self._layout.find(self._names[name])
+        """Asserts the invariants of this table and of its parts."""
+        self.names.check_integrity()
+        self.slots.check_integrity()
+        assert not self.names.kept or len(self.names.kept) < len(self.layout.slots)
+        for name in self.names.kept:
+            digest = self.names.digest_of(AdapterRef(name))
+            slot = self.readable_slot(digest)
             assert slot is not None, f"kept {name} is in no slot"
-            assert self._layout[slot].state is SlotState.OCCUPIED, f"kept {name} is {self._layout[slot].state}"
-        for slot in self._pins.pinned():
-            assert self._layout[slot].state in _READABLE, f"slot {slot} is pinned and {self._layout[slot].state}"
-        for slot in self._layout.in_state(SlotState.DRAINING):
-            assert self._pins.of(slot) or self._layout[slot].digest in self._claims
-            assert self._layout[slot].digest not in self._named
+            assert self.layout[slot].state is SlotState.OCCUPIED, f"kept {name} is {self.layout[slot].state}"
+        for slot in self.layout.in_state(SlotState.DRAINING):
+            digest_there = self.layout[slot].digest
+            assert digest_there is not None
+            assert not self.names.is_named(digest_there), f"slot {slot} drains and has a name"
+        for hold in self.holds:
+            self.names.adapter(hold.digest)
+            pinned = self.pins.by(hold.owner)
+            assert pinned == ({self.layout.find(hold.digest)} if hold.slot else frozenset()), hold
+        for owners in self.pins.owners.values():
+            assert all(self.holds.get(owner) is not None for owner in owners if isinstance(owner, HoldOwner)), "I6"

@@ -12,29 +12,58 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from slotcar_sidecar.core.errors import CapacityExceeded, MappingNotFound, RequestInvalid, SessionNotFound
 from slotcar_sidecar.core.ids import SessionId
 from slotcar_sidecar.core.mapping import Mapping
 
 MAX_GRACE_SECONDS = 3600.0
+MAX_RANKS = 1024
 DEFAULT_GRACE_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class SessionTerms:
+    """What an engine asks of its session."""
+
+    client_name: str = ""
+    grace_seconds: float = DEFAULT_GRACE_SECONDS
+    ranks: int = 1
+    reserved_slots: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.grace_seconds <= MAX_GRACE_SECONDS:
+            raise RequestInvalid("grace", found=self.grace_seconds, wanted=f"0 to {MAX_GRACE_SECONDS:g} seconds")
+        if len(self.client_name) > 200 or not self.client_name.isprintable():
+            found = self.client_name[:200]
+            raise RequestInvalid("client_name", found=found, wanted="at most 200 printable characters")
+        if not 1 <= self.ranks <= MAX_RANKS:
+            raise RequestInvalid("ranks", found=self.ranks, wanted=f"1 to {MAX_RANKS}")
 
 
 @dataclass(slots=True, eq=False)
 class Session:
     """`attachment` names the stream that keeps it alive, None when there is none and `expires_at` counts.
 
-    `last_generation` is the generation of the newest mapping; no two mappings of a session have the same.
+    `last_generation` is the generation of the newest mapping; no two mappings of a session have the same. `last_used`
+    has the time at which each mapping was used, `joined` the stream of each rank that joined, `running` its Forwards.
     """
 
     session_id: SessionId
-    client_name: str
-    grace_seconds: float
+    terms: SessionTerms
     attachment: int | None = None
     expires_at: float | None = None
     last_generation: int = 0
     mappings: dict[int, Mapping] = field(default_factory=dict)
+    last_used: dict[int, float] = field(default_factory=dict)
+    joined: dict[int, int] = field(default_factory=dict)
+    running: set[Any] = field(default_factory=set)
+
+    def check_rank(self, rank: int) -> None:
+        """Raises RequestInvalid unless the session has such a rank."""
+        if rank >= self.terms.ranks:
+            raise RequestInvalid("rank", found=rank, wanted=f"less than {self.terms.ranks}, the session's ranks")
 
     def mapping(self, mapping_id: int) -> Mapping:
         try:
@@ -58,6 +87,9 @@ class Sessions:
     def __iter__(self) -> Iterator[Session]:
         return iter(self._sessions.values())
 
+    def peek(self, session_id: SessionId) -> Session | None:
+        return self._sessions.get(session_id)
+
     def __contains__(self, session: object) -> bool:
         return isinstance(session, Session) and self._sessions.get(session.session_id) is session
 
@@ -67,19 +99,35 @@ class Sessions:
         except KeyError:
             raise SessionNotFound from None
 
-    def open(self, session_id: SessionId, client_name: str, grace_seconds: float) -> Session:
+    @property
+    def capacity(self) -> int:
+        return self._max_sessions
+
+    def find(self, short: str) -> Session | None:
+        """The session whose id others see as `short`, or None."""
+        return next((session for session in self if session.session_id.short == short), None)
+
+    def open(self, session_id: SessionId, terms: SessionTerms) -> Session:
         """A new session, attached to a new stream."""
-        if not 0 <= grace_seconds <= MAX_GRACE_SECONDS:
-            raise RequestInvalid("grace", found=grace_seconds, wanted=f"0 to {MAX_GRACE_SECONDS:g} seconds")
-        if len(client_name) > 200 or not client_name.isprintable():
-            raise RequestInvalid("client_name", found=client_name[:200], wanted="at most 200 printable characters")
         if len(self._sessions) >= self._max_sessions:
             raise CapacityExceeded(
-                f"the server has {self._max_sessions} sessions already", sessions=len(self), wanted=self._max_sessions
+                f"the server has {self._max_sessions} sessions already", found=len(self), wanted=self._max_sessions
             )
-        session = Session(session_id, client_name, grace_seconds)
+        session = Session(session_id, terms)
         self._sessions[session_id] = session
         return self._attach(session)
+
+    def join(self, session: Session, rank: int) -> int:
+        """A stream of the rank's own; an older one of the rank is no longer its stream."""
+        session.check_rank(rank)
+        self._attachments += 1
+        session.joined[rank] = self._attachments
+        return self._attachments
+
+    def leave(self, session: Session, rank: int, attachment: int) -> None:
+        """The rank's stream is gone. Nothing happens when a newer stream has taken over."""
+        if session.joined.get(rank) == attachment:
+            del session.joined[rank]
 
     def resume(self, session_id: SessionId) -> Session:
         """The session, attached to a new stream; an older stream is no longer its life."""
@@ -93,7 +141,7 @@ class Sessions:
     def detach(self, session: Session, attachment: int, now: float) -> None:
         """The stream `attachment` is gone. Nothing happens when a newer stream has taken over."""
         if session.attachment == attachment:
-            session.attachment, session.expires_at = None, now + session.grace_seconds
+            session.attachment, session.expires_at = None, now + session.terms.grace_seconds
 
     def expired(self, now: float) -> list[Session]:
         """The sessions whose grace has passed."""
@@ -108,6 +156,6 @@ class Sessions:
         if mapping_id not in session.mappings and len(session.mappings) >= self._max_mappings:
             raise CapacityExceeded(
                 f"the session has {self._max_mappings} mappings already: release one",
-                mappings=len(session.mappings),
+                found=len(session.mappings),
                 wanted=self._max_mappings,
             )

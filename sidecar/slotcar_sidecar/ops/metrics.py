@@ -9,6 +9,7 @@ import prometheus_client
 from prometheus_client.core import CollectorRegistry, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from slotcar_sidecar.core.calls import Capacity
 from slotcar_sidecar.core.events import Event, EventKind
 from slotcar_sidecar.core.layout import Layout, SlotState
 
@@ -18,15 +19,12 @@ _LOAD_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What the gauges show."""
+    """What the gauges show; `capacity` at the same moment as `layout`."""
 
     layout: Layout
-    adapters: int
-    kept: int
+    capacity: Capacity
     pins: int
-    sessions: int
-    host_bytes: int
-    host_capacity_bytes: int
+    holds: int
 
 
 class Metrics:
@@ -107,16 +105,23 @@ class _Gauges(Collector):
             slots.add_metric([state.value], len(now.layout.in_state(state)))
         yield slots
         used = GaugeMetricFamily("slotcar_tier_used_bytes", "Bytes of adapters in a tier.", labels=["tier"])
-        used.add_metric(["host"], now.host_bytes)
+        host_bytes, host_capacity_bytes, host_held_bytes = now.capacity.host_bytes
+        used.add_metric(["host"], host_bytes)
         yield used
         capacity = GaugeMetricFamily("slotcar_tier_capacity_bytes", "Bytes that a tier may hold.", labels=["tier"])
-        capacity.add_metric(["host"], now.host_capacity_bytes)
+        capacity.add_metric(["host"], host_capacity_bytes)
         yield capacity
+        held = GaugeMetricFamily("slotcar_tier_held_bytes", "Bytes that a tier may not drop.", labels=["tier"])
+        held.add_metric(["host"], host_held_bytes)
+        yield held
         for name, text, value in (
             ("slotcar_layout_generation", "Generation of the current layout.", now.layout.generation),
-            ("slotcar_adapters", "Names that have an adapter.", now.adapters),
-            ("slotcar_adapters_kept", "Names that an operator keeps resident.", now.kept),
-            ("slotcar_pins", "Pairs of a mapping and a slot that it pins.", now.pins),
-            ("slotcar_sessions", "Live sessions, attached or in their grace.", now.sessions),
+            ("slotcar_adapters", "Names that have an adapter.", now.capacity.adapters[0]),
+            ("slotcar_adapters_kept", "Names that an operator keeps resident.", now.capacity.keeps),
+            ("slotcar_pins", "Pairs of a mapping or hold and a slot that it pins.", now.pins),
+            ("slotcar_holds", "Holds of all sessions.", now.holds),
+            ("slotcar_slots_reserved", "Slots that sessions reserved.", now.capacity.reserved),
+            ("slotcar_mappings_waiting", "SetMapping calls that wait for slots.", now.capacity.waiting),
+            ("slotcar_sessions", "Live sessions, attached or in their grace.", now.capacity.sessions[0]),
         ):
             yield GaugeMetricFamily(name, text, value=value)

@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 from grpc import aio
 from slotcar.v1 import adapter_pb2, adapter_service_pb2_grpc
 from slotcar.v1 import adapter_service_pb2 as pb
 
 from slotcar_sidecar.cache import AdapterCache
-from slotcar_sidecar.core.calls import LoadCall
+from slotcar_sidecar.core.calls import LoadCall, Loaded
 from slotcar_sidecar.core.errors import RequestInvalid, ShuttingDown
 from slotcar_sidecar.core.events import MAX_REPLAY
 from slotcar_sidecar.core.ids import AdapterRef
 from slotcar_sidecar.core.layout import Layout
 from slotcar_sidecar.core.residency import Resident
-from slotcar_sidecar.rpc import convert
+from slotcar_sidecar.rpc import convert, convert_state
+from slotcar_sidecar.rpc.ending import ended_by
+from slotcar_sidecar.rpc.interceptors import readable
 from slotcar_sidecar.rpc.paging import Pager
 
 Context = aio.ServicerContext[Any, Any]
+
+_MAX_SILENCE_SECONDS = 30.0
 
 
 class AdapterService(adapter_service_pb2_grpc.AdapterServiceServicer):
     """For operators, routers and engines."""
 
-    def __init__(self, cache: AdapterCache, pager: Pager[tuple[Resident, bool]], heartbeat_seconds: float) -> None:
+    def __init__(self, cache: AdapterCache, heartbeat_seconds: float) -> None:
         self._cache = cache
-        self._pager = pager
+        clock, new_id = cache.environment.clock, cache.environment.new_id
+        self._pager: Pager[tuple[Resident, bool]] = Pager(clock, new_id)
+        self._session_pager: Pager[pb.SessionStatus] = Pager(clock, new_id)
         self._heartbeat_seconds = heartbeat_seconds
 
     async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Context) -> pb.LoadAdapterResponse:
@@ -36,14 +44,50 @@ class AdapterService(adapter_service_pb2_grpc.AdapterServiceServicer):
             request.source or None,
             convert.to_on_conflict(request.on_conflict),
             request.keep,
+            convert.to_in_slot("target_tier", request.target_tier),
+            convert.to_hold(request.hold, "hold.") if request.HasField("hold") else None,
         )
-        loaded = await self._cache.load(call)
-        return pb.LoadAdapterResponse(
-            adapter=self._adapter(loaded.resident),
-            report=convert.from_report(loaded.resident.adapter, loaded.model, self._cache.device.slot_dtype),
-            layout=convert.from_version(loaded.layout),
-            already_resident=loaded.already_resident,
-        )
+        return pb.LoadAdapterResponse(**self._loaded(await self._cache.load(call)))
+
+    async def LoadAdapterStream(
+        self, request_iterator: AsyncIterator[pb.LoadAdapterStreamRequest], context: Context
+    ) -> pb.LoadAdapterStreamResponse:
+        parts = aiter(request_iterator)
+        async with ended_by(self._cache.closing):
+            header = await self._next_part(parts)
+            if header is None or not header.HasField("header"):
+                raise RequestInvalid("part", found=_part(header), wanted="the header first")
+            call = convert.to_upload_call(header.header)
+            with self._cache.upload(header.header.config_bytes, header.header.weights_bytes) as upload:
+                while (request := await self._next_part(parts)) is not None:
+                    if request.HasField("config"):
+                        upload.add_config(request.config)
+                    elif request.HasField("weights"):
+                        upload.add_weights(request.weights)
+                    else:
+                        raise RequestInvalid("part", found=_part(request), wanted="config or weights")
+                loaded = await self._cache.load(dataclasses.replace(call, upload=upload))
+        return pb.LoadAdapterStreamResponse(**self._loaded(loaded))
+
+    async def _next_part(self, parts: AsyncIterator[pb.LoadAdapterStreamRequest]) -> pb.LoadAdapterStreamRequest | None:
+        """The next message, None at the end; a sender that falls silent is given up."""
+        try:
+            async with asyncio.timeout(_MAX_SILENCE_SECONDS):
+                return cast(pb.LoadAdapterStreamRequest, readable(await anext(parts)))
+        except StopAsyncIteration:
+            return None
+        except TimeoutError:
+            found = f"nothing for {_MAX_SILENCE_SECONDS:g} s"
+            raise RequestInvalid("part", found=found, wanted="the next chunk") from None
+
+    def _loaded(self, loaded: Loaded) -> dict[str, Any]:
+        """The fields of the answer to either kind of load."""
+        return {
+            "adapter": self._adapter(loaded.resident),
+            "report": convert.from_report(loaded.resident.adapter, loaded.model, self._cache.device.slot_dtype),
+            "layout": convert.from_version(loaded.layout),
+            "already_resident": loaded.already_resident,
+        }
 
     async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: Context) -> pb.UnloadAdapterResponse:
         unloaded = self._cache.unload(AdapterRef.parse(request.ref), force=request.force)
@@ -95,6 +139,24 @@ class AdapterService(adapter_service_pb2_grpc.AdapterServiceServicer):
             layout=convert.from_version(self._cache.layout),
         )
 
+    async def GetCapacity(self, request: pb.GetCapacityRequest, context: Context) -> pb.GetCapacityResponse:
+        return convert_state.from_capacity(self._cache.capacity(), self._cache.layout)
+
+    async def ListSessions(self, request: pb.ListSessionsRequest, context: Context) -> pb.ListSessionsResponse:
+        if request.page_token:
+            page = self._session_pager.next(request.page_token, request.page_size)
+        else:
+            cache, now = self._cache, self._cache.environment.clock()
+            items = tuple(convert_state.from_session(session, cache.residency, now) for session in cache.sessions)
+            page = self._session_pager.first(items, cache.layout, request.page_size)
+        assert isinstance(page.extra, Layout)
+        layout = convert.from_layout(page.extra)
+        return pb.ListSessionsResponse(sessions=page.items, next_page_token=page.next_token, layout=layout)
+
+    async def EndSession(self, request: pb.EndSessionRequest, context: Context) -> pb.EndSessionResponse:
+        ended = self._cache.end_session(request.session)
+        return pb.EndSessionResponse(ended=ended, layout=convert.from_version(self._cache.layout))
+
     async def WatchEvents(
         self, request: pb.WatchEventsRequest, context: Context
     ) -> AsyncIterator[pb.WatchEventsResponse]:
@@ -121,3 +183,7 @@ class AdapterService(adapter_service_pb2_grpc.AdapterServiceServicer):
 
     def _is_in_host(self, resident: Resident) -> bool:
         return resident.adapter.digest in self._cache.tiers.host
+
+
+def _part(request: pb.LoadAdapterStreamRequest | None) -> str:
+    return (request.WhichOneof("part") if request is not None else None) or "nothing"

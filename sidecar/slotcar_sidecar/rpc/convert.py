@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from google.protobuf import timestamp_pb2
+from google.protobuf import duration_pb2, timestamp_pb2
 from slotcar.v1 import adapter_pb2, adapter_service_pb2, engine_service_pb2, layout_pb2, model_pb2, tensor_pb2
 
 from slotcar_sidecar.core.adapter import Adapter
+from slotcar_sidecar.core.calls import LoadCall
 from slotcar_sidecar.core.errors import RequestInvalid
 from slotcar_sidecar.core.events import Event
 from slotcar_sidecar.core.forward import ForwardItem
-from slotcar_sidecar.core.ids import AdapterRef
+from slotcar_sidecar.core.holds import Hold, HoldTerms
+from slotcar_sidecar.core.ids import AdapterRef, SessionId
 from slotcar_sidecar.core.layout import Layout, SlotState
 from slotcar_sidecar.core.model import ModelSpec, Site
+from slotcar_sidecar.core.pins import HoldOwner
 from slotcar_sidecar.core.residency import OnConflict, Resident
 from slotcar_sidecar.core.tensor import Matrix
 
@@ -34,6 +37,11 @@ _ON_CONFLICT: dict[int, OnConflict] = {
     adapter_service_pb2.ON_CONFLICT_FAIL: OnConflict.FAIL,
     adapter_service_pb2.ON_CONFLICT_REPLACE: OnConflict.REPLACE,
 }
+_TARGET_TIERS: dict[int, bool] = {
+    adapter_pb2.TIER_UNSPECIFIED: True,
+    adapter_pb2.TIER_HOST: False,
+    adapter_pb2.TIER_DEVICE: True,
+}
 _SITE_KINDS: dict[int, str] = {
     model_pb2.SITE_KIND_UNSPECIFIED: "linear",
     model_pb2.SITE_KIND_LINEAR: "linear",
@@ -51,8 +59,55 @@ def _known(field: str, number: int, table: dict[int, T]) -> T:
         raise RequestInvalid(field, found=number, wanted="a value of its enum") from None
 
 
+def to_in_slot(field: str, tier: int) -> bool:
+    """Whether a slot is wanted; only the two fastest tiers can be asked for."""
+    return _known(field, tier, _TARGET_TIERS)
+
+
+def to_seconds(field: str, message: object, duration: duration_pb2.Duration) -> float | None:
+    """The seconds of a field of `message`, None when it is absent. Its bounds are the core's matter."""
+    if not message.HasField(field):  # type: ignore[attr-defined]
+        return None
+    return duration.seconds + duration.nanos / 1e9
+
+
+def to_hold(
+    request: engine_service_pb2.HoldAdapterRequest | adapter_service_pb2.LoadHold, prefix: str = ""
+) -> HoldTerms:
+    """The terms of a hold; without a tier, the bytes alone."""
+    slot = request.tier != adapter_pb2.TIER_UNSPECIFIED and to_in_slot(f"{prefix}tier", request.tier)
+    try:
+        seconds = to_seconds("duration", request, request.duration)
+        return HoldTerms(HoldOwner(SessionId(request.session), request.hold_id), seconds, slot)
+    except RequestInvalid as error:
+        raise error.at(prefix + (error.field or "")) from None
+
+
+def from_hold_tier(hold: Hold) -> adapter_pb2.Tier.ValueType:
+    return adapter_pb2.TIER_DEVICE if hold.slot else adapter_pb2.TIER_HOST
+
+
+def from_seconds(seconds: float) -> duration_pb2.Duration:
+    duration = duration_pb2.Duration()
+    duration.FromNanoseconds(int(max(0.0, seconds) * 1e9))
+    return duration
+
+
 def to_on_conflict(number: int) -> OnConflict:
     return _known("on_conflict", number, _ON_CONFLICT)
+
+
+def to_upload_call(header: adapter_service_pb2.UploadHeader) -> LoadCall:
+    """What is to become of an upload, which is not there yet."""
+    try:
+        return LoadCall(
+            AdapterRef.parse(header.ref),
+            on_conflict=to_on_conflict(header.on_conflict),
+            keep=header.keep,
+            in_slot=to_in_slot("target_tier", header.target_tier),
+        )
+    except RequestInvalid as error:
+        raise error.at(f"header.{error.field}") from None
 
 
 def from_version(layout: Layout) -> layout_pb2.LayoutVersion:

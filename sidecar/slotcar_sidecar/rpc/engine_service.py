@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
 from grpc import aio
 from slotcar.v1 import engine_service_pb2 as pb
 from slotcar.v1 import engine_service_pb2_grpc
+from slotcar.version import compatible
 
 from slotcar_sidecar.cache import AdapterCache
-from slotcar_sidecar.core.calls import Computed, ForwardCall
-from slotcar_sidecar.core.errors import RequestInvalid, ShuttingDown
-from slotcar_sidecar.core.ids import SessionId
-from slotcar_sidecar.core.session import DEFAULT_GRACE_SECONDS, Session
+from slotcar_sidecar.core.calls import Computed, ForwardCall, MappingCall
+from slotcar_sidecar.core.errors import RequestInvalid, ShuttingDown, VersionMismatch
+from slotcar_sidecar.core.ids import AdapterRef, SessionId
+from slotcar_sidecar.core.session import DEFAULT_GRACE_SECONDS, Session, SessionTerms
 from slotcar_sidecar.rpc import convert, status
 from slotcar_sidecar.rpc.ending import ended_by
 from slotcar_sidecar.rpc.interceptors import ErrorInterceptor, readable
@@ -42,40 +43,70 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
     async def OpenSession(
         self, request: pb.OpenSessionRequest, context: Context
     ) -> AsyncIterator[pb.OpenSessionResponse]:
-        cache = self._cache
+        self._check_version(request.client_version)
         session = self._open(request)
         attachment = session.attachment
         assert attachment is not None
+        opened = self._opened(session, resumed=bool(request.resume_session))
         try:
-            layout, clock = cache.layout, cache.environment.clock
-            yield self._opened(session, resumed=bool(request.resume_session))
-            due = clock() + self._facts.heartbeat_seconds
-            while session.attachment == attachment and session in cache.sessions:
-                if cache.closed:
-                    raise ShuttingDown
-                if cache.layout.slots != layout.slots:
-                    layout = cache.layout
-                    version = convert.from_version(layout)
-                    yield pb.OpenSessionResponse(version=version, layout=convert.from_layout(layout))
-                elif clock() >= due:
-                    yield pb.OpenSessionResponse(version=convert.from_version(cache.layout), heartbeat=pb.Heartbeat())
-                else:
-                    await cache.wait_for_change(due - clock())
-                    continue
-                due = clock() + self._facts.heartbeat_seconds
+            async for message in self._feed(opened, lambda: session.attachment == attachment, session):
+                yield pb.OpenSessionResponse(**message)
         finally:
-            cache.detach_session(session, attachment)
+            self._cache.detach_session(session, attachment)
 
     def _open(self, request: pb.OpenSessionRequest) -> Session:
         model = convert.to_model(request.model_spec) if request.HasField("model_spec") else None
         if request.resume_session:
             return self._cache.resume_session(SessionId(request.resume_session), model)
-        grace = request.grace.ToNanoseconds() / 1e9 if request.HasField("grace") else DEFAULT_GRACE_SECONDS
-        return self._cache.open_session(request.client_name, grace, model)
+        grace = convert.to_seconds("grace", request, request.grace)
+        terms = SessionTerms(
+            request.client_name,
+            DEFAULT_GRACE_SECONDS if grace is None else grace,
+            request.ranks or 1,
+            request.reserved_slots,
+        )
+        return self._cache.open_session(terms, model)
 
-    def _opened(self, session: Session, *, resumed: bool) -> pb.OpenSessionResponse:
+    async def JoinSession(
+        self, request: pb.JoinSessionRequest, context: Context
+    ) -> AsyncIterator[pb.JoinSessionResponse]:
+        self._check_version(request.client_version)
+        session, attachment = self._cache.join_session(SessionId(request.session), request.rank)
+        try:
+            alive = lambda: session.joined.get(request.rank) == attachment  # noqa: E731
+            async for message in self._feed(self._opened(session, resumed=False), alive, session):
+                yield pb.JoinSessionResponse(**message)
+        finally:
+            self._cache.sessions.leave(session, request.rank, attachment)
+
+    def _check_version(self, client_version: str) -> None:
+        if not compatible(self._facts.version, client_version):
+            raise VersionMismatch(found=client_version, wanted=self._facts.version)
+
+    async def _feed(
+        self, opened: pb.SessionOpened, is_alive: Callable[[], bool], session: Session
+    ) -> AsyncIterator[dict[str, Any]]:
+        """The fields of each message of a session's stream: `opened`, then layouts and heartbeats."""
+        cache, clock = self._cache, self._cache.environment.clock
+        layout = cache.layout
+        yield {"version": convert.from_version(layout), "opened": opened}
+        due = clock() + self._facts.heartbeat_seconds
+        while is_alive() and session in cache.sessions:
+            if cache.closed:
+                raise ShuttingDown
+            if cache.layout.slots != layout.slots:
+                layout = cache.layout
+                yield {"version": convert.from_version(layout), "layout": convert.from_layout(layout)}
+            elif clock() >= due:
+                yield {"version": convert.from_version(cache.layout), "heartbeat": pb.Heartbeat()}
+            else:
+                await cache.wait_for_change(due - clock())
+                continue
+            due = clock() + self._facts.heartbeat_seconds
+
+    def _opened(self, session: Session, *, resumed: bool) -> pb.SessionOpened:
         cache, facts = self._cache, self._facts
-        opened = pb.SessionOpened(
+        return pb.SessionOpened(
             session=str(session.session_id),
             resumed=resumed,
             server=pb.ServerInfo(
@@ -84,20 +115,40 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
                 max_rank=cache.device.max_rank,
                 slot_dtype=convert.DTYPES[cache.device.slot_dtype],
                 max_message_bytes=facts.max_message_bytes,
+                max_response_bytes=cache.limits.max_response_bytes,
             ),
             model_spec=convert.from_model(cache.model) if cache.model else None,
             layout=convert.from_layout(cache.layout),
+            ranks=session.terms.ranks,
+            reserved_slots=session.terms.reserved_slots,
         )
-        return pb.OpenSessionResponse(version=convert.from_version(cache.layout), opened=opened)
 
     async def CloseSession(self, request: pb.CloseSessionRequest, context: Context) -> pb.CloseSessionResponse:
         self._cache.close_session(SessionId(request.session))
         return pb.CloseSessionResponse(layout=convert.from_version(self._cache.layout))
 
+    async def HoldAdapter(self, request: pb.HoldAdapterRequest, context: Context) -> pb.HoldAdapterResponse:
+        terms = convert.to_hold(request)
+        hold = await self._cache.hold(terms, AdapterRef.parse(request.ref))
+        tier = convert.from_hold_tier(hold)
+        return pb.HoldAdapterResponse(
+            digest=str(hold.digest), tier=tier, layout=convert.from_version(self._cache.layout)
+        )
+
+    async def ReleaseHold(self, request: pb.ReleaseHoldRequest, context: Context) -> pb.ReleaseHoldResponse:
+        self._cache.release_hold(SessionId(request.session), request.hold_id)
+        return pb.ReleaseHoldResponse(layout=convert.from_version(self._cache.layout))
+
     async def SetMapping(self, request: pb.SetMappingRequest, context: Context) -> pb.SetMappingResponse:
         self._cache.limits.check_entries("entries", len(request.entries))
-        refs = convert.to_entries(list(request.entries))
-        mapping = self._cache.set_mapping(SessionId(request.session), request.mapping_id, refs)
+        call = MappingCall(
+            SessionId(request.session),
+            request.mapping_id,
+            tuple(convert.to_entries(list(request.entries))),
+            request.load,
+            convert.to_seconds("wait", request, request.wait) or 0.0,
+        )
+        mapping = await self._cache.set_mapping(call)
         entries = [
             pb.ResolvedEntry(digest=str(entry.digest), slot=entry.slot) if entry else pb.ResolvedEntry()
             for entry in mapping.entries
@@ -108,6 +159,10 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
     async def ReleaseMapping(self, request: pb.ReleaseMappingRequest, context: Context) -> pb.ReleaseMappingResponse:
         self._cache.release_mapping(SessionId(request.session), request.mapping_id)
         return pb.ReleaseMappingResponse(layout=convert.from_version(self._cache.layout))
+
+    async def Fence(self, request: pb.FenceRequest, context: Context) -> pb.FenceResponse:
+        await self._cache.fence(SessionId(request.session))
+        return pb.FenceResponse(layout=convert.from_version(self._cache.layout))
 
     async def Forward(self, request: pb.ForwardRequest, context: Context) -> pb.ForwardResponse:
         return await self._forward(request, "unary")
@@ -142,6 +197,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
             tuple(request.row_counts),
             convert.to_items(list(request.items)),
             plane,
+            request.rank,
         )
         return _computed(await self._cache.forward(call))
 

@@ -42,8 +42,9 @@ class ErrorInterceptor(aio.ServerInterceptor):
             make = make or grpc.unary_stream_rpc_method_handler
             wrapped = self._streaming(name, handler.stream_stream or handler.unary_stream)
         else:
-            make = grpc.unary_unary_rpc_method_handler
-            wrapped = self._unary(name, handler.unary_unary)
+            make = grpc.stream_unary_rpc_method_handler if handler.request_streaming else None
+            make = make or grpc.unary_unary_rpc_method_handler
+            wrapped = self._unary(name, handler.stream_unary or handler.unary_unary)
         return make(wrapped, self._reader(handler.request_deserializer), handler.response_serializer)
 
     def _reader(self, deserialize: Callable[[bytes], Message]) -> Callable[[bytes], Message | SlotcarError]:

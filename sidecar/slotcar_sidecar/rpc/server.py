@@ -16,12 +16,10 @@ from slotcar.v1 import adapter_service_pb2, adapter_service_pb2_grpc, engine_ser
 
 from slotcar_sidecar.cache import AdapterCache
 from slotcar_sidecar.core.errors import ShuttingDown
-from slotcar_sidecar.core.residency import Resident
 from slotcar_sidecar.rpc.adapter_service import AdapterService
 from slotcar_sidecar.rpc.ending import ended_by
 from slotcar_sidecar.rpc.engine_service import EngineService, ServerFacts
 from slotcar_sidecar.rpc.interceptors import Count, ErrorInterceptor
-from slotcar_sidecar.rpc.paging import Pager
 
 _TRANSPORT_FACTOR = 4
 """A message this many times larger than the server accepts is refused by the transport, without details."""
@@ -64,10 +62,7 @@ def make_server(cache: AdapterCache, max_message_bytes: int, heartbeat_seconds: 
     ]
     server = aio.server(interceptors=[errors], options=options)
     facts = ServerFacts(version("slotcar"), max_message_bytes, heartbeat_seconds)
-    pager: Pager[tuple[Resident, bool]] = Pager(cache.environment.clock, cache.environment.new_id)
-    adapter_service_pb2_grpc.add_AdapterServiceServicer_to_server(
-        AdapterService(cache, pager, heartbeat_seconds), server
-    )
+    adapter_service_pb2_grpc.add_AdapterServiceServicer_to_server(AdapterService(cache, heartbeat_seconds), server)
     engine_service_pb2_grpc.add_EngineServiceServicer_to_server(EngineService(cache, facts, errors), server)
     servicer = _Health(cache.closing)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)

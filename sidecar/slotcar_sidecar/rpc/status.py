@@ -33,6 +33,7 @@ CODES: dict[Reason, grpc.StatusCode] = {
     Reason.SHUTTING_DOWN: grpc.StatusCode.UNAVAILABLE,
     Reason.REQUEST_INVALID: grpc.StatusCode.INVALID_ARGUMENT,
     Reason.INTERNAL: grpc.StatusCode.INTERNAL,
+    Reason.VERSION_MISMATCH: grpc.StatusCode.FAILED_PRECONDITION,
 }
 
 
@@ -57,14 +58,20 @@ def to_status(error: SlotcarError) -> status_pb2.Status:
         )
         details.append(error_details_pb2.PreconditionFailure(violations=[fact]))
     if error.retry_after_seconds is not None:
-        delay = duration_pb2.Duration()
-        delay.FromNanoseconds(int(error.retry_after_seconds * 1e9))
-        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+        details.append(error_details_pb2.RetryInfo(retry_delay=_retry_delay(error)))
     packed = []
     for detail in details:
         packed.append(any_pb2.Any())
         packed[-1].Pack(detail)
     return status_pb2.Status(code=number_of(code), message=error.message, details=packed)
+
+
+def _retry_delay(error: SlotcarError) -> duration_pb2.Duration | None:
+    if error.retry_after_seconds is None:
+        return None
+    delay = duration_pb2.Duration()
+    delay.FromNanoseconds(int(error.retry_after_seconds * 1e9))
+    return delay
 
 
 def to_message(error: SlotcarError) -> error_pb2.Error:
@@ -74,4 +81,5 @@ def to_message(error: SlotcarError) -> error_pb2.Error:
         reason=error_pb2.ErrorReason.Value(f"ERROR_REASON_{error.reason.value}"),
         message=error.message,
         metadata=error.facts,
+        retry_after=_retry_delay(error),
     )

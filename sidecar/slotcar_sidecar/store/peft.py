@@ -16,13 +16,17 @@ _MAX_NAMED = 5
 
 
 def read_peft(config_bytes: bytes, weights_bytes: bytes, source: str) -> HostWeights:
-    """The verified adapter in adapter_config.json and adapter_model.safetensors; keeps neither argument.
+    """The verified adapter in adapter_config.json and adapter_model.safetensors, whatever way they came.
+
+    Keeps neither argument, and lets go of the weights' bytes once they are copied into tensors.
 
     Raises AdapterInvalid for what is wrong and AdapterUnsupported for what is not served, with the facts file, tensor,
     field, found and wanted as far as they apply.
     """
     config = parse_config(config_bytes)
-    pairs = pairs_by_site(read_tensors(weights_bytes, WEIGHTS_FILE))
+    tensors = read_tensors(weights_bytes, WEIGHTS_FILE)
+    del weights_bytes
+    pairs = pairs_by_site(tensors)
     ranks = values_by_pattern("rank_pattern", config.rank_pattern, config.r, list(pairs))
     alphas = values_by_pattern("alpha_pattern", config.alpha_pattern, config.alpha, list(pairs))
     for site, pair in pairs.items():

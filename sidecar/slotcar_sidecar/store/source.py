@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote_to_bytes
 
-from slotcar_sidecar.core.errors import CapacityExceeded, SourceDenied
-from slotcar_sidecar.store.faults import CONFIG_FILE, WEIGHTS_FILE, invalid, shown
-from slotcar_sidecar.store.folder import FileVersion, changed, folder_beneath
+from slotcar_sidecar.core.errors import SourceDenied
+from slotcar_sidecar.store.faults import CONFIG_FILE, WEIGHTS_FILE, shown
+from slotcar_sidecar.store.folder import changed, folder_beneath
 from slotcar_sidecar.store.peft import read_peft
+from slotcar_sidecar.store.sizes import check_sizes
 from slotcar_sidecar.store.weights import HostWeights
 
-MAX_CONFIG_BYTES = 1 << 20
 _MAX_URI = 4096
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*):")
 _FILE_URI = re.compile(r"file://(/(?:[^%?#]|%[0-9A-Fa-f]{2})*)")
@@ -59,14 +59,13 @@ class LocalSource:
         root, parts = self._locate(uri)
         with folder_beneath(root, parts) as folder:
             versions = config, weights = folder.versions()
-            _check_config_size(config)
-            self._check_weights_size(weights)
-            config_bytes = folder.read(CONFIG_FILE, config)
-            weights_bytes = folder.read(WEIGHTS_FILE, weights)
+            check_sizes(config.bytes, weights.bytes, self._max_bytes)
+            files = {CONFIG_FILE: folder.read(CONFIG_FILE, config), WEIGHTS_FILE: folder.read(WEIGHTS_FILE, weights)}
             # Both files must be of one save: a file that was replaced by a rename still reads well.
             if folder.versions() != versions:
                 raise changed(root.joinpath(*parts))
-        return read_peft(config_bytes, weights_bytes, source=str(root.joinpath(*parts)))
+        # Handed over, not kept here: else the weights would be there twice until they are verified.
+        return read_peft(files.pop(CONFIG_FILE), files.pop(WEIGHTS_FILE), source=str(root.joinpath(*parts)))
 
     def _locate(self, uri: str) -> tuple[Path, tuple[str, ...]]:
         """The real root and the path beneath it."""
@@ -85,25 +84,6 @@ class LocalSource:
             raise _denied(uri, f"a path beneath {' or '.join(str(root.written) for root in self._roots)}")
         # Of nested roots the innermost.
         return min(beneath, key=lambda found: len(found[1]))
-
-    def _check_weights_size(self, version: FileVersion) -> None:
-        if version.bytes > self._max_bytes:
-            raise CapacityExceeded(
-                f"{WEIGHTS_FILE} has {version.bytes} bytes, the server reads at most {self._max_bytes}",
-                file=WEIGHTS_FILE,
-                found=version.bytes,
-                wanted=f"at most {self._max_bytes}",
-            )
-
-
-def _check_config_size(version: FileVersion) -> None:
-    if version.bytes > MAX_CONFIG_BYTES:
-        raise invalid(
-            f"{CONFIG_FILE} has {version.bytes} bytes",
-            file=CONFIG_FILE,
-            found=str(version.bytes),
-            wanted=f"at most {MAX_CONFIG_BYTES} bytes",
-        )
 
 
 def _path_of(uri: str) -> str:

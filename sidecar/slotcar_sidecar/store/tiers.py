@@ -7,9 +7,11 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import Executor
 from typing import TypeVar
 
+from slotcar_sidecar.core import ports
 from slotcar_sidecar.core.errors import DigestMismatch
 from slotcar_sidecar.core.ids import Digest
 from slotcar_sidecar.core.ports import HostAdapter, HostTier, Observer, Source
+from slotcar_sidecar.store.upload import Upload
 
 T = TypeVar("T")
 
@@ -22,9 +24,16 @@ class SourceAndHost:
     """
 
     def __init__(
-        self, source: Source, host: HostTier, pool: Executor, observer: Observer, clock: Callable[[], float]
+        self,
+        source: Source,
+        host: HostTier,
+        max_adapter_bytes: int,
+        pool: Executor,
+        observer: Observer,
+        clock: Callable[[], float],
     ) -> None:
         self.host = host
+        self._max_adapter_bytes = max_adapter_bytes
         self._source = source
         self._pool = pool
         self._observer = observer
@@ -49,6 +58,12 @@ class SourceAndHost:
         if wanted is not None and weights.adapter.digest != wanted:
             raise DigestMismatch(uri, found=weights.adapter.digest, wanted=wanted)
         return weights
+
+    def begin_upload(self, config_bytes: int, weights_bytes: int) -> ports.Upload:
+        return Upload(config_bytes, weights_bytes, self._max_adapter_bytes)
+
+    async def from_upload(self, upload: ports.Upload, wanted: Digest | None) -> HostAdapter:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, upload.finish, wanted)
 
     async def _read(self, uri: str) -> HostAdapter:
         start = self._clock()

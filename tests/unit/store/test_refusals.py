@@ -100,18 +100,19 @@ def test_an_initialisation_that_leaves_the_base_model_alone(init: Any) -> None:
     assert weights.adapter.fields_ignored == ("corda_config", "eva_config", "init_lora_weights")
 
 
-WRONG_TYPES: list[tuple[str, Any]] = [
-    *[("r", value) for value in ("x", True, 1e99, 4.0, 0, -1, None, [], 10**30)],
-    *[("lora_alpha", value) for value in ("8", True, None, [], 10**400, 1e31)],
-    *[("use_rslora", value) for value in (1, "true", [])],
-    *[("rank_pattern", value) for value in ([], "x", {"q_proj": 0}, {"q_proj": None}, {"q_proj": 2.5})],
-    *[("alpha_pattern", value) for value in (1, {"q_proj": "2"}, {"q_proj": False}, {"q_proj": None})],
-    *[("rank_pattern", value) for value in ({"(": 4}, {"a)": 4}, {"[z-a]": 4})],
-    *[("peft_type", value) for value in (None, 1, ["LORA"])],
-]
+WRONG_TYPES: dict[str, list[Any]] = {
+    "r": ["x", True, 1e99, 4.0, 0, -1, None, [], 10**30],
+    "lora_alpha": ["8", True, None, [], 10**400, 1e31],
+    "use_rslora": [1, "true", []],
+    "rank_pattern": [[], "x", {"q_proj": 0}, {"q_proj": None}, {"q_proj": 2.5}, {"(": 4}, {"a)": 4}, {"[z-a]": 4}],
+    "alpha_pattern": [1, {"q_proj": "2"}, {"q_proj": False}, {"q_proj": None}],
+    "peft_type": [None, 1, ["LORA"]],
+}
 
 
-@pytest.mark.parametrize(("field", "value"), WRONG_TYPES)
+@pytest.mark.parametrize(
+    ("field", "value"), [(field, value) for field, values in WRONG_TYPES.items() for value in values]
+)
 def test_a_field_of_the_wrong_type(field: str, value: Any) -> None:
     error = refusal(config(**{field: value}))
     assert isinstance(error, AdapterInvalid)
@@ -154,7 +155,8 @@ def test_a_malformed_configuration(data: bytes) -> None:
 def replaced(**tensors: torch.Tensor | None) -> bytes:
     """The good file with some tensors replaced, added or, for None, removed."""
     merged = raw_tensors(SITE) | {key: tensor for key, tensor in tensors.items() if tensor is not None}
-    return save({key: tensor for key, tensor in merged.items() if tensors.get(key, tensor) is not None})
+    data: bytes = save({key: tensor for key, tensor in merged.items() if tensors.get(key, tensor) is not None})
+    return data
 
 
 NAN = torch.full((4, 64), 1.0)

@@ -1,0 +1,79 @@
+"""The computation. Invariant I8: no row is computed with a digest other than the one its mapping reported.
+
+A Forward marks the slots it reads, checks that they have not begun to change since its mapping was made, computes, and
+checks again before the result leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from slotcar_sidecar.cache.mappings import Mappings
+from slotcar_sidecar.cache.state import State
+from slotcar_sidecar.core.calls import Computed, ForwardCall, check_forward
+from slotcar_sidecar.core.errors import LayoutStale, ModelUnknown, SlotcarError
+from slotcar_sidecar.core.events import EventKind
+from slotcar_sidecar.core.ids import SessionId
+
+
+class Forwards:
+    """Forwards under way; each session knows its own."""
+
+    def __init__(self, state: State, mappings: Mappings) -> None:
+        self._state = state
+        self._mappings = mappings
+        self.in_flight = 0
+        self.last_at = state.now()
+
+    async def forward(self, call: ForwardCall) -> Computed:
+        """Computes a LoRA for rows of a mapping. The slots stay marked until the kernels end, caller or not."""
+        session = self._state.sessions.peek(call.session)
+        return await self._state.outliving(self._observed(call), session.running if session else None)
+
+    async def fence(self, session_id: SessionId) -> None:
+        """Returns when every Forward of the session that came before has ended, answered or not."""
+        running = tuple(self._state.sessions.get(session_id).running)
+        if running:
+            await asyncio.wait(running)
+
+    async def _observed(self, call: ForwardCall) -> Computed:
+        state = self._state
+        start, reason = state.now(), "INTERNAL"
+        self.in_flight += 1
+        try:
+            computed = await self._forward(call)
+            reason = "OK"
+            return computed
+        except SlotcarError as error:
+            reason = str(error.reason)
+            if isinstance(error, LayoutStale):
+                generation, message = state.layout.generation, error.message
+                state.events.record(EventKind.FORWARD_STALE, generation, session=call.session, reason=message)
+                state.publish()
+            raise
+        finally:
+            self.in_flight -= 1
+            self.last_at = state.now()
+            state.environment.observer.forward(call.plane, sum(call.row_counts), self.last_at - start, reason)
+
+    async def _forward(self, call: ForwardCall) -> Computed:
+        state, start = self._state, self._state.now()
+        session = state.sessions.get(call.session)
+        session.check_rank(call.rank)
+        mapping = session.mapping(call.mapping_id)
+        mapping.check_generation(call.generation)
+        rows = mapping.rows(call.row_counts)
+        if state.model is None:
+            raise ModelUnknown
+        check_forward(call, state.model, state.limits)
+        with state.marks.reading(mapping.slots):
+            mapping.check_current(state.layout)
+            self._mappings.used(session, mapping)
+            state.residency.slots.touch(mapping.slots)
+            batch = state.device.prepare(rows, call.items)
+            prepared = state.now()
+            outputs = await state.run(state.environment.compute_pool, state.device.execute, batch)
+            mapping.check_current(state.layout)
+        if session.mappings.get(call.mapping_id) is mapping:
+            session.last_used[call.mapping_id] = state.now()
+        return Computed(outputs, mapping.digests, state.layout, prepared - start, state.now() - prepared)

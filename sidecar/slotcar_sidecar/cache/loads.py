@@ -1,0 +1,192 @@
+"""Loads: from a source or an upload to verified bytes in memory, and from there into a slot (invariant I2).
+
+A load publishes its slot as filling, waits until nobody is marked on it, writes, and publishes it as occupied.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
+from slotcar_sidecar.cache.state import State
+from slotcar_sidecar.core.calls import Estimate, LoadCall, Loaded
+from slotcar_sidecar.core.errors import CapacityExceeded, ModelUnknown, ShuttingDown, SlotcarError
+from slotcar_sidecar.core.events import EventKind
+from slotcar_sidecar.core.ids import AdapterName, AdapterRef, Digest, SlotId
+from slotcar_sidecar.core.ports import HostAdapter, Upload
+from slotcar_sidecar.core.residency import Binding
+from slotcar_sidecar.core.slots import Claim, Demand
+from slotcar_sidecar.core.tensor import ITEM_BYTES
+
+_MAX_LOADING = 4
+_MAX_UPLOADS = 4
+
+
+class Loads:
+    """Loads under way. Calls for one digest share a fill."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._fills: dict[Digest, asyncio.Task[None]] = {}
+        # Weights that are read and not yet in the host tier are outside its bound: only so many at a time.
+        self._loading = asyncio.Semaphore(_MAX_LOADING)
+        self._uploads = 0
+
+    @contextlib.contextmanager
+    def upload(self, config_bytes: int, weights_bytes: int) -> Iterator[Upload]:
+        """Takes the files of an adapter while the context is open; they are outside the host tier's bound."""
+        if self._state.shutting_down:
+            raise ShuttingDown
+        if self._uploads >= _MAX_UPLOADS:
+            raise CapacityExceeded("other uploads are under way", found=self._uploads, wanted=_MAX_UPLOADS)
+        self._uploads += 1
+        try:
+            yield self._state.tiers.begin_upload(config_bytes, weights_bytes)
+        finally:
+            self._uploads -= 1
+
+    async def load(self, call: LoadCall) -> Loaded:
+        """Makes an adapter resident under a name. The load goes on when the caller goes away."""
+        if self._state.shutting_down:
+            raise ShuttingDown
+        return await self._state.outliving(self._load(call))
+
+    async def _load(self, call: LoadCall) -> Loaded:
+        state = self._state
+        try:
+            if call.hold is not None:
+                state.sessions.get(call.hold.owner.session)
+            async with self._loading:
+                return await self._place(call, *await self._find_weights(call))
+        except SlotcarError as error:
+            reason = f"{error.reason}: {error.message}"
+            state.events.record(EventKind.REFUSED, state.layout.generation, name=call.ref.name, reason=reason)
+            state.publish()
+            raise
+
+    async def _find_weights(self, call: LoadCall) -> tuple[HostAdapter, str | None]:
+        """The verified weights, and the caller's source if they were read there; a known digest is not read again."""
+        ref, tiers = call.ref, self._state.tiers
+        if call.upload is not None:
+            return await tiers.from_upload(call.upload, ref.digest), None
+        if call.source is not None:
+            uri = await tiers.canonical(call.source)
+            known = tiers.from_host(ref.digest) if ref.digest is not None else None
+            return (known, None) if known else (await tiers.from_source(uri, ref.digest), uri)
+        return await self._bytes_of(ref), None
+
+    async def _place(self, call: LoadCall, weights: HostAdapter, source: str | None) -> Loaded:
+        state, residency = self._state, self._state.residency
+        adapter, name = weights.adapter, call.ref.name
+        binding = Binding(name, call.on_conflict, call.keep, source, call.in_slot)
+        await self._check(weights)
+        residency.check_binding(adapter, binding)
+        claim = Claim(None, bytes=not adapter.source or call.hold is not None)
+        # What the name has now stays, too, until the name has moved: a replace is served all the time.
+        claimed = {adapter.digest, residency.names.get(name) or adapter.digest}
+        for digest in claimed:
+            residency.claim(digest, claim)
+        try:
+            state.tiers.host.put(weights, residency.held_digests())
+            if call.in_slot:
+                already_resident = await self.make_resident(weights, name, claim)
+            else:
+                already_resident = residency.readable_slot(adapter.digest) is not None
+            residency.bind(adapter, binding)
+            if call.hold is not None:
+                state.sessions.get(call.hold.owner.session)
+                residency.hold(call.hold, AdapterRef(name, adapter.digest), state.now())
+        finally:
+            for digest in claimed:
+                residency.unclaim(digest, claim)
+            state.publish()
+        return Loaded(residency.describe(AdapterRef(name)), state.model, state.layout, already_resident)
+
+    async def _check(self, weights: HostAdapter) -> None:
+        """Whether it can be computed is known before anything is evicted. Raises AdapterInvalid."""
+        if self._state.model is not None:
+            await self._state.run(self._state.environment.load_pool, self._state.device.check, weights)
+
+    # Steps for whoever needs bytes or slots
+
+    async def bytes_of(self, ref: AdapterRef) -> HostAdapter:
+        """The verified bytes of a known digest, in memory from now on as long as it is claimed, and sure to fit."""
+        async with self._loading:
+            weights = await self._bytes_of(ref)
+            await self._check(weights)
+            self._state.tiers.host.put(weights, self._state.residency.held_digests())
+        return weights
+
+    async def _bytes_of(self, ref: AdapterRef) -> HostAdapter:
+        tiers, names = self._state.tiers, self._state.residency.names
+        digest = ref.digest or names.digest_of(ref)
+        return tiers.from_host(digest) or await tiers.from_source(names.source_of(ref), digest)
+
+    async def make_resident(self, weights: HostAdapter, name: AdapterName, claim: Claim) -> bool:
+        """Fills a slot unless one has the digest; says whether one had. Raises SlotsExhausted or ModelUnknown."""
+        state, digest, resident = self._state, weights.adapter.digest, True
+        if state.model is None:
+            raise ModelUnknown
+        # A forced unload may free the slot between the end of the fill and the waking of the load: then once more.
+        while digest in self._fills or state.layout.find(digest) is None:
+            resident = False
+            if digest not in self._fills:
+                state.residency.slots.check(Demand(str(name), claim.party, state.residency.pins, 1))
+                self.begin(weights, name)
+            state.residency.claim(digest, claim)
+            await self.filled(digest)
+        return resident
+
+    def begin(self, weights: HostAdapter, name: AdapterName) -> None:
+        """Takes a slot, for which there is room, and begins to fill it."""
+        digest = weights.adapter.digest
+        slot = self._state.residency.begin_fill(digest, name)
+        self._state.publish()
+        self._fills[digest] = asyncio.create_task(self._fill(slot, weights))
+
+    async def filled(self, digest: Digest) -> None:
+        """Waits for the fill of a digest, if there is one. Raises what it raised."""
+        if digest in self._fills:
+            await asyncio.shield(self._fills[digest])
+
+    async def _fill(self, slot: SlotId, weights: HostAdapter) -> None:
+        """Writes a slot that is published as filling, once nobody reads it."""
+        state, observer = self._state, self._state.environment.observer
+        start = state.now()
+        try:
+            unread = asyncio.get_running_loop().create_future()
+            state.marks.when_unread(slot, lambda: unread.set_result(None))
+            await unread
+            observer.load_stage("wait", state.now() - start)
+            start = state.now()
+            await state.run(state.environment.load_pool, state.device.fill, slot, weights)
+            state.residency.finish_fill(slot)
+            observer.load_stage("fill", state.now() - start)
+        except BaseException:
+            state.residency.abandon_fill(slot)
+            raise
+        finally:
+            del self._fills[weights.adapter.digest]
+
+    # Looking without loading
+
+    async def estimate(self, source: str) -> Estimate:
+        """What a load of `source` would take, or why it would be refused. Raises what reading it raises."""
+        state = self._state
+        async with self._loading:
+            weights = await state.tiers.from_source(await state.tiers.canonical(source), None)
+            adapter, refusal = weights.adapter, await self._refusal_of(weights)
+        item_bytes = ITEM_BYTES[state.device.slot_dtype]
+        device_bytes = sum((p.in_features + p.out_features) * p.rank * item_bytes for p in adapter.parts)
+        return Estimate(adapter, state.model, device_bytes, refusal)
+
+    async def _refusal_of(self, weights: HostAdapter) -> SlotcarError | None:
+        try:
+            if self._state.model is None:
+                raise ModelUnknown
+            await self._check(weights)
+            self._state.tiers.host.check(weights, self._state.residency.held_digests())
+        except SlotcarError as error:
+            return error
+        return None

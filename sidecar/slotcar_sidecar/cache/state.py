@@ -1,0 +1,83 @@
+"""What the parts of the cache share: the tables, the world around them, and how a change is told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor
+from typing import Any, TypeVar
+
+from slotcar_sidecar.core.events import EventLog
+from slotcar_sidecar.core.layout import Layout
+from slotcar_sidecar.core.marks import Marks
+from slotcar_sidecar.core.model import ModelSpec
+from slotcar_sidecar.core.ports import Device, Environment, Limits, Tiers
+from slotcar_sidecar.core.residency import Residency
+from slotcar_sidecar.core.session import Sessions
+
+T = TypeVar("T")
+
+
+class State:
+    """Read and changed on the event loop's thread only."""
+
+    def __init__(
+        self,
+        residency: Residency,
+        sessions: Sessions,
+        tiers: Tiers,
+        device: Device,
+        environment: Environment,
+        limits: Limits,
+    ) -> None:
+        self.residency = residency
+        self.sessions = sessions
+        self.tiers = tiers
+        self.device = device
+        self.environment = environment
+        self.limits = limits
+        self.model: ModelSpec | None = None
+        self.marks = Marks()
+        self.shutting_down = False
+        self.closing = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    @property
+    def layout(self) -> Layout:
+        return self.residency.layout
+
+    @property
+    def events(self) -> EventLog:
+        return self.residency.events
+
+    def now(self) -> float:
+        return self.environment.clock()
+
+    def publish(self) -> None:
+        """Wakes everybody who waits for a change."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def change(self) -> None:
+        """Returns after the next change."""
+        await self._changed.wait()
+
+    async def run(self, pool: Executor, call: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(pool, call, *arguments)
+
+    async def outliving(self, work: Coroutine[Any, Any, T], group: set[asyncio.Task[Any]] | None = None) -> T:
+        """Awaits `work`, which goes on to its end when the caller is cancelled; until then `group` has its task."""
+        task = asyncio.create_task(work)
+        groups = (self._tasks,) if group is None else (self._tasks, group)
+        for tasks in groups:
+            tasks.add(task)
+
+        def forget(task: asyncio.Task[Any]) -> None:
+            for tasks in groups:
+                tasks.discard(task)
+            if not task.cancelled():
+                task.exception()
+
+        task.add_done_callback(forget)
+        return await asyncio.shield(task)

@@ -1,0 +1,215 @@
+"""Slots: which digest each has, who protects it, and which one gives way to a new adapter.
+
+Invariants: a protected slot is never taken; what sessions reserved is left to them (see reservations); calls that wait
+for slots get theirs before any newcomer, in their order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from slotcar_sidecar.core.errors import SlotsExhausted
+from slotcar_sidecar.core.ids import Digest, SessionId, SlotId
+from slotcar_sidecar.core.layout import Layout, SlotState
+from slotcar_sidecar.core.pins import PinOwner, Pins
+from slotcar_sidecar.core.policy import least_recently_used
+from slotcar_sidecar.core.reservations import Party, common_use
+
+_RETRY_SECONDS = 1.0
+READABLE = (SlotState.OCCUPIED, SlotState.DRAINING)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Claim:
+    """A load under way keeps its digest from being forgotten.
+
+    `slot`: and the digest's slot from being taken. `bytes`: and its bytes from being dropped.
+    """
+
+    party: Party
+    slot: bool = True
+    bytes: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a call wants of the slots: `pins` to stand, `fills` slots to write, for `party`, in its `turn`."""
+
+    what: str
+    party: Party
+    pins: Pins
+    fills: int
+    turn: object | None = None
+
+
+class Slots:
+    """The layout with its pins, claims and reservations."""
+
+    def __init__(self, layout: Layout, kept: Callable[[], set[Digest]]) -> None:
+        self.layout = layout
+        self.pins = Pins()
+        self.reserved: dict[SessionId, int] = {}
+        self.queue: deque[object] = deque()
+        self._kept = kept
+        self._claims: dict[Digest, set[Claim]] = {}
+        self._last_used: dict[SlotId, int] = {}
+        self._uses = 0
+
+    def __len__(self) -> int:
+        return len(self.layout.slots)
+
+    # Who protects what
+
+    def claim(self, digest: Digest, claim: Claim) -> None:
+        self._claims.setdefault(digest, set()).add(claim)
+
+    def unclaim(self, digest: Digest, claim: Claim) -> None:
+        """Ends a claim. Idempotent."""
+        claims = self._claims.get(digest, set())
+        claims.discard(claim)
+        if not claims:
+            self._claims.pop(digest, None)
+
+    def is_claimed(self, digest: Digest) -> bool:
+        return digest in self._claims
+
+    def claimed_bytes(self) -> set[Digest]:
+        """The digests whose bytes may not be dropped because a load is under way."""
+        return {digest for digest, claims in self._claims.items() if any(claim.bytes for claim in claims)}
+
+    def touch(self, slots: Iterable[SlotId]) -> None:
+        """The slots are used now."""
+        self._uses += 1
+        for slot in slots:
+            self._last_used[slot] = self._uses
+
+    def protectors(self, pins: Pins | None = None) -> dict[SlotId, frozenset[Party]]:
+        """Who protects each protected slot, as if `pins` stood in place of the pins of now."""
+        owners, kept = (self.pins if pins is None else pins).owners, self._kept()
+        table: dict[SlotId, frozenset[Party]] = {}
+        for index, slot in enumerate(self.layout.slots):
+            if slot.digest is None:
+                continue
+            parties: set[Party] = {owner.session for owner in owners.get(SlotId(index), ())}
+            parties |= {claim.party for claim in self._claims.get(slot.digest, ()) if claim.slot}
+            if slot.digest in kept or (slot.state is SlotState.FILLING and not parties):
+                parties.add(None)
+            if parties:
+                table[SlotId(index)] = frozenset(parties)
+        return table
+
+    # Room
+
+    def check(self, demand: Demand) -> None:
+        """Raises SlotsExhausted unless the demand can be met now."""
+        if not (demand.fills or self.reserved or self.queue):
+            return
+        after = self.protectors(demand.pins)
+        total, party = len(self), demand.party
+        parties = [*after.values(), *[frozenset({party})] * demand.fills]
+        if len(parties) > total or common_use(parties, self.reserved) > total - sum(self.reserved.values()):
+            raise self._exhausted(demand, after)
+        if not self.queue or self.queue[0] is demand.turn or self._is_within_reservation(party, parties):
+            return
+        if demand.fills or after.keys() - self.protectors().keys():
+            raise SlotsExhausted(
+                f"calls that wait for slots come before {demand.what}",
+                retry_after_seconds=_RETRY_SECONDS,
+                slots=total,
+                waiting=len(self.queue),
+            )
+
+    def _is_within_reservation(self, party: Party, parties: Iterable[frozenset[Party]]) -> bool:
+        return party is not None and sum(party in slot for slot in parties) <= self.reserved.get(party, 0)
+
+    def _exhausted(self, demand: Demand, after: dict[SlotId, frozenset[Party]]) -> SlotsExhausted:
+        total, party = len(self), demand.party
+        others = sum(count for session, count in self.reserved.items() if session != party)
+        mine = sum(party in parties for parties in after.values()) if party is not None else 0
+        possible = mine + demand.fills <= total - others
+        helps = possible and any(parties - {party} or party is None for parties in after.values())
+        reserved = sum(self.reserved.values())
+        why = "each is pinned, kept, reserved or in a load" if reserved else "each is pinned, kept or in a load"
+        if mine + demand.fills > total:
+            why = f"{mine + demand.fills} are wanted at a time"
+        return SlotsExhausted(
+            f"none of the {total} slots can take {demand.what}: {why}",
+            retry_after_seconds=_RETRY_SECONDS if helps else None,
+            slots=total,
+            pinned=len(demand.pins.pinned()),
+            kept=len(self._kept()),
+            loading=sum(slot.digest in self._claims for slot in self.layout.slots),
+            reserved=reserved,
+        )
+
+    def check_keep(self, slot: SlotId | None, kept: int) -> None:
+        """Raises SlotsExhausted unless `kept` names may be kept, one of them newly in `slot` (None: not there yet)."""
+        total, reserved = len(self), sum(self.reserved.values())
+        limit = min(total - 1, total - reserved)
+        if kept > limit:
+            raise SlotsExhausted(
+                f"{limit} of {total} slots may be kept: release a keep first", slots=total, kept=kept - 1, wanted=limit
+            )
+        if slot is not None and self.reserved:
+            after = self.protectors()
+            after[slot] = after.get(slot, frozenset()) | {None}
+            if common_use(after.values(), self.reserved) > total - reserved:
+                raise SlotsExhausted("the other slots are reserved", slots=total, reserved=reserved)
+
+    def reserve(self, session: SessionId, count: int, kept: int) -> None:
+        """Reserves slots for a new session. Raises SlotsExhausted when others have them."""
+        total, reserved = len(self), sum(self.reserved.values())
+        if not count:
+            return
+        used = common_use(self.protectors().values(), self.reserved)
+        if max(used, kept) + reserved + count > total:
+            raise SlotsExhausted(
+                f"{count} of {total} slots cannot be reserved: {reserved} are reserved, {kept} kept, {used} in use",
+                retry_after_seconds=_RETRY_SECONDS if reserved + count <= total else None,
+                slots=total,
+                reserved=reserved,
+                wanted=count,
+                kept=kept,
+            )
+        self.reserved[session] = count
+
+    def available(self) -> int:
+        """How many slots loads without a session could take now."""
+        after, total = self.protectors(), len(self)
+        common = total - sum(self.reserved.values()) - common_use(after.values(), self.reserved)
+        return max(0, min(total - len(after), common))
+
+    # Taking
+
+    def take(self, digest: Digest) -> tuple[SlotId, Digest | None]:
+        """Begins to fill a slot with the digest; returns it with the digest that gives way. The room was checked."""
+        protected = self.protectors()
+        candidates = self.layout.in_state(SlotState.FREE) or [
+            slot for slot in self.layout.in_state(SlotState.OCCUPIED) if slot not in protected
+        ]
+        slot = least_recently_used(candidates, self._last_used)
+        assert slot is not None
+        victim = self.layout[slot].digest
+        self.layout = self.layout.begin_fill(slot, digest)
+        self.touch((slot,))
+        return slot, victim
+
+    def pin(self, owner: PinOwner, slots: Iterable[SlotId]) -> frozenset[SlotId]:
+        """`owner` pins exactly `slots`; returns what nobody pins any more."""
+        before = self.pins
+        self.pins = before.replace(owner, slots)
+        return before.pinned() - self.pins.pinned()
+
+    def check_integrity(self) -> None:
+        """Asserts the invariants of the layout, the pins and the reservations."""
+        self.layout.check_integrity()
+        for slot in self.pins.pinned():
+            assert self.layout[slot].state in READABLE, f"slot {slot} is pinned and {self.layout[slot].state}"
+        for slot in self.layout.in_state(SlotState.DRAINING):
+            digest = self.layout[slot].digest
+            assert self.pins.of(slot) or digest in self._claims, f"slot {slot} drains for nobody"
+        assert all(self._claims.values())
+        used = common_use(self.protectors().values(), self.reserved)
+        assert used + sum(self.reserved.values()) <= len(self), "the reservations"

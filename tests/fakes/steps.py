@@ -1,0 +1,82 @@
+"""Steps of one actor at the cache over fakes, for tests that say whose turn it is."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from slotcar_sidecar.core.calls import Computed, ForwardCall, LoadCall, MappingCall
+from slotcar_sidecar.core.forward import ForwardItem
+from slotcar_sidecar.core.ids import AdapterRef, SessionId
+from slotcar_sidecar.core.mapping import Mapping
+from slotcar_sidecar.core.residency import OnConflict
+from slotcar_sidecar.core.session import SessionTerms
+
+from tests.fakes.parts import SITE, Bench, at_once, settle, vector
+
+ENGINE = SessionTerms("engine", 10.0)
+
+
+def ref(text: str) -> AdapterRef:
+    return AdapterRef.parse(text)
+
+
+def start_load(bench: Bench, name: str, content: str | None = None, **options: Any) -> asyncio.Task[Any]:
+    """A load under way; with `content`, its folder has it first."""
+    source = None
+    if content is not None:
+        source = f"/{name.partition('@')[0]}"
+        bench.source.contents[source] = content
+    on_conflict = OnConflict.REPLACE if options.get("replace") else OnConflict.FAIL
+    call = LoadCall(ref(name), source, on_conflict, options.get("keep", False))
+    return asyncio.get_running_loop().create_task(bench.cache.load(call))
+
+
+async def finish(bench: Bench, *tasks: asyncio.Task[Any]) -> list[Any]:
+    """Runs every job until the tasks are done; exceptions are results."""
+    await settle()
+    while not all(task.done() for task in tasks):
+        pool = bench.load_pool if bench.load_pool.jobs else bench.compute_pool
+        pool.run_one()
+        await settle()
+    return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def loaded(bench: Bench, name: str, content: str | None = None, **options: Any) -> Any:
+    (result,) = await finish(bench, start_load(bench, name, content, **options))
+    if isinstance(result, BaseException):
+        raise result
+    return result
+
+
+def open_session(bench: Bench, **terms: Any) -> SessionId:
+    return bench.cache.open_session(SessionTerms("engine", 10.0, **terms), None).session_id
+
+
+def map_names(bench: Bench, session: SessionId, *names: str | None, mapping_id: int = 0) -> Mapping:
+    """A mapping of what is resident and free to be pinned; raises what refuses it."""
+    return at_once(bench.cache.set_mapping(mapping_call(session, *names, mapping_id=mapping_id)))
+
+
+def mapping_call(session: SessionId, *names: str | None, mapping_id: int = 0, **options: Any) -> MappingCall:
+    return MappingCall(session, mapping_id, tuple(ref(name) if name else None for name in names), **options)
+
+
+def forward(bench: Bench, session: SessionId, mapping: Mapping, **changes: Any) -> asyncio.Task[Computed]:
+    counts = changes.get("row_counts", [1] * len(mapping.entries))
+    items = changes.get("items", [ForwardItem(SITE, vector(len(counts)))])
+    generation = changes.get("generation", mapping.generation)
+    call = ForwardCall(session, mapping.mapping_id, generation, counts, items, "unary")
+    return asyncio.get_running_loop().create_task(bench.cache.forward(call))
+
+
+def read_by(computed: Computed) -> list[str]:
+    return bytes(computed.outputs[0].data).decode().split("\n")
+
+
+async def computed(bench: Bench, session: SessionId, mapping: Mapping, **changes: Any) -> Computed:
+    (result,) = await finish(bench, forward(bench, session, mapping, **changes))
+    if isinstance(result, BaseException):
+        raise result
+    assert isinstance(result, Computed)
+    return result
