@@ -120,17 +120,17 @@ class FakeSource:
 
 @dataclass(frozen=True, eq=False)
 class FakeBatch:
-    """What a kernel would read: per entry the slot, and the slot's bytes when the batch was prepared."""
+    """What a kernel would read: per entry the slot, and the slot's bytes each time that it looked."""
 
     rows: tuple[tuple[SlotId | None, int], ...]
-    at_start: tuple[str | None, ...]
+    seen: list[tuple[str | None, ...]]
 
 
 class FakeDevice:
     """Slots whose bytes are the digest that they hold; a Forward returns, per entry, what it read.
 
-    A kernel reads from `prepare` until `execute` returns, and a fill writes from its submission on: bytes that change
-    in between come out as TORN.
+    A kernel reads from `prepare` until `execute` returns, also after its launch has returned, and a fill writes from
+    its submission on: bytes that change in between come out as TORN.
     """
 
     slot_dtype = "float32"
@@ -165,15 +165,19 @@ class FakeDevice:
         self.bytes[slot] = str(weights.adapter.digest)
 
     def prepare(self, entries: Sequence[tuple[SlotId | None, int]], items: Sequence[ForwardItem]) -> FakeBatch:
-        batch = FakeBatch(tuple(entries), tuple(self._read(slot) for slot, _ in entries))
+        batch = FakeBatch(tuple(entries), [])
+        self.launch(batch)
         self.reading.append(batch)
         return batch
 
+    def launch(self, batch: FakeBatch) -> None:
+        """A kernel of the batch is launched: it has begun to read, and reads on."""
+        batch.seen.append(tuple(self._read(slot) for slot, _ in batch.rows))
+
     def execute(self, batch: FakeBatch) -> list[Matrix]:
+        self.launch(batch)
         self.reading.remove(batch)
-        read = []
-        for (slot, _), before in zip(batch.rows, batch.at_start, strict=True):
-            read.append(before or "" if before == self._read(slot) else TORN)
+        read = [(looks[0] or "") if len(set(looks)) == 1 else TORN for looks in zip(*batch.seen, strict=True)]
         return [Matrix("float32", len(read), 1, 1, "\n".join(read).encode())]
 
     def matches(self, slot: SlotId, weights: Weights) -> bool:
@@ -206,7 +210,7 @@ class Bench:
     seen: list[Event]
 
 
-def make_bench(slots: int, *, host_bytes: int = 1 << 20, model: ModelSpec | None = MODEL) -> Bench:
+def make_bench(slots: int, *, host_bytes: int = 1 << 20, model: ModelSpec | None = MODEL, life: int = 1) -> Bench:
     """A new epoch. Jobs wait in `load_pool` and `compute_pool`; reads of sources run at once."""
     clock, device, source = Clock(), FakeDevice(slots), FakeSource()
     load_pool, compute_pool = StepExecutor(device.begin_write), StepExecutor()
@@ -217,11 +221,11 @@ def make_bench(slots: int, *, host_bytes: int = 1 << 20, model: ModelSpec | None
     events.listeners.append(seen.append)
     observer = SilentObserver()
     cache = AdapterCache(
-        Residency(Layout.empty(Epoch("epoch"), slots), events, host.drop, max_names=8),
+        Residency(Layout.empty(Epoch(f"epoch {life}"), slots), events, host.drop, max_names=8),
         Sessions(max_sessions=64, max_mappings=8),
         SourceAndHost(source, host, 1 << 20, InlineExecutor(), observer, clock),
         device,
-        Environment(load_pool, compute_pool, clock, lambda: f"id{next(numbers)}", observer),
+        Environment(load_pool, compute_pool, clock, lambda: f"{life}.{next(numbers)}", observer),
         Limits(
             device_bytes=1 << 40,
             max_entries=64,

@@ -28,7 +28,8 @@ def start_load(bench: Bench, name: str, content: str | None = None, **options: A
         source = f"/{name.partition('@')[0]}"
         bench.source.contents[source] = content
     on_conflict = OnConflict.REPLACE if options.get("replace") else OnConflict.FAIL
-    call = LoadCall(ref(name), source, on_conflict, options.get("keep", False))
+    rest = {key: options[key] for key in ("keep", "in_slot", "hold") if key in options}
+    call = LoadCall(ref(name), source, on_conflict, **rest)
     return asyncio.get_running_loop().create_task(bench.cache.load(call))
 
 
@@ -66,7 +67,7 @@ def forward(bench: Bench, session: SessionId, mapping: Mapping, **changes: Any) 
     counts = changes.get("row_counts", [1] * len(mapping.entries))
     items = changes.get("items", [ForwardItem(SITE, vector(len(counts)))])
     generation = changes.get("generation", mapping.generation)
-    call = ForwardCall(session, mapping.mapping_id, generation, counts, items, "unary")
+    call = ForwardCall(session, mapping.mapping_id, generation, counts, items, "unary", changes.get("rank", 0))
     return asyncio.get_running_loop().create_task(bench.cache.forward(call))
 
 

@@ -51,8 +51,9 @@ def to_status(error: SlotcarError) -> status_pb2.Status:
     if error.field is not None:
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
-    elif code is grpc.StatusCode.FAILED_PRECONDITION:
-        subject = error.facts.get("tensor") or error.facts.get("file") or error.facts.get("adapters") or ""
+    if code is grpc.StatusCode.FAILED_PRECONDITION:
+        facts = error.facts
+        subject = facts.get("tensor") or facts.get("file") or facts.get("adapters") or error.field or ""
         fact = error_details_pb2.PreconditionFailure.Violation(
             type=error.reason.value, subject=subject, description=error.message
         )

@@ -1,0 +1,401 @@
+"""A Hypothesis state machine over the cache, where kernels, fills and callers are in flight between steps.
+
+A fill has two steps, begin and end, and a kernel three, as it reads on after its launch has returned; anything comes in
+between. A caller that pauses is a task that is not looked at, and a reply that is lost one whose answer nobody keeps.
+After every step the invariants I1 to I10 hold, and every Forward that answered read, from its start to its end, the
+bytes of the digests that its mapping reported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from slotcar_sidecar.core.calls import ForwardCall, LoadCall, MappingCall
+from slotcar_sidecar.core.errors import Reason, SlotcarError
+from slotcar_sidecar.core.forward import ForwardItem
+from slotcar_sidecar.core.holds import HoldTerms
+from slotcar_sidecar.core.ids import AdapterName, AdapterRef, SessionId
+from slotcar_sidecar.core.mapping import Mapping
+from slotcar_sidecar.core.pins import HoldOwner
+from slotcar_sidecar.core.residency import OnConflict
+from slotcar_sidecar.core.session import SessionTerms
+
+from tests.fakes.parts import IDLE_SECONDS, SITE, Bench, at_once, make_bench, settle, vector
+from tests.property.oracle import Sent, check_answer, check_everything, check_progress
+
+NAMES = ("a", "b", "c", "d")
+VERSIONS = ("1", "2")
+SLOTS = 3
+GRACE_SECONDS = 10.0
+WAIT_SECONDS = 20.0
+HOLD_SECONDS = 5.0
+
+names = st.sampled_from(NAMES)
+versions = st.sampled_from(VERSIONS)
+entries = st.lists(st.one_of(st.none(), names), max_size=3)
+
+LOAD_ERRORS = {
+    Reason.ADAPTER_CONFLICT, Reason.SLOTS_EXHAUSTED, Reason.ADAPTER_NOT_FOUND, Reason.REQUEST_INVALID,
+    Reason.SESSION_NOT_FOUND, Reason.DIGEST_MISMATCH,
+}  # fmt: skip
+MAPPING_ERRORS = {
+    Reason.ADAPTER_NOT_FOUND, Reason.ADAPTER_NOT_RESIDENT, Reason.SLOTS_EXHAUSTED, Reason.SESSION_NOT_FOUND,
+    Reason.MAPPING_NOT_FOUND, Reason.REQUEST_INVALID, Reason.DIGEST_MISMATCH, Reason.SHUTTING_DOWN,
+}  # fmt: skip
+
+
+@dataclass
+class Asked:
+    """A SetMapping or a hold on its way; nobody hears the answer to one whose reply is lost."""
+
+    task: asyncio.Task[Any]
+    session: SessionId
+    lost: bool = False
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Each rule is one step of one actor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.lives = 0
+        self.sessions: list[SessionId] = []
+        self.known: list[tuple[SessionId, Mapping]] = []
+        self.digests: dict[tuple[SessionId, int, int], tuple[str, ...]] = {}
+        self.start_again()
+
+    def start_again(self) -> None:
+        """A new life of the server: nothing of the old one is there but what clients remember of it."""
+        self.lives += 1
+        self.bench: Bench = self.run(self._make())
+        self.sessions = []
+        self.forwards: list[Sent] = []
+        self.loads: list[asyncio.Task[Any]] = []
+        self.asked: list[Asked] = []
+        self.fences: list[tuple[asyncio.Task[None], tuple[asyncio.Task[Any], ...]]] = []
+        self.generation = 0
+
+    async def _make(self) -> Bench:
+        bench = make_bench(SLOTS, life=self.lives)
+        for name in NAMES:
+            bench.source.contents[f"/{name}"] = f"{name}1"
+        return bench
+
+    def run(self, work: Any) -> Any:
+        return self.loop.run_until_complete(work)
+
+    def teardown(self) -> None:
+        """Whatever happened, all of it comes to an end, and then every slot can be filled."""
+        self.finish_all()
+        cache = self.bench.cache
+        for session in tuple(cache.sessions):
+            cache.close_session(session.session_id)
+        self.finish_all()
+        self.everything_holds()
+        for tasks in (self.forwards, self.loads, self.asked, self.fences):
+            assert not tasks
+        assert not cache.residency.pins.pinned()
+        assert not len(cache.residency.holds)
+        assert not cache.residency.slots.reserved
+        for name in cache.residency.names:
+            cache.unload(AdapterRef(name), force=False)
+        assert cache.capacity().available == SLOTS
+        assert cache.capacity().host_bytes[2] == 0
+        for name in NAMES[:SLOTS]:
+            self.load_at_once(name, OnConflict.FAIL)
+        assert cache.capacity().pinned == 0
+        self.everything_holds()
+        self.loop.close()
+
+    def finish_all(self) -> None:
+        pools = (self.bench.load_pool, self.bench.compute_pool)
+        self.run(settle())
+        while any(pool.jobs for pool in pools):
+            for pool in pools:
+                if pool.jobs:
+                    pool.run_one()
+            self.run(settle())
+
+    @initialize(entries=st.permutations(["a", "b", "c"]))
+    def start_busy(self, entries: list[str]) -> None:
+        """Every slot is taken and mapped: the states worth looking at are few steps from here."""
+        for name in entries:
+            self.load_at_once(name, OnConflict.FAIL)
+        self.open_session(reserved_slots=0, ranks=1)
+        self._map_now(self.sessions[0], 0, [AdapterRef(AdapterName(name)) for name in entries])
+
+    # Operators
+
+    @rule(name=names, version=versions)
+    def rewrite_the_source(self, name: str, version: str) -> None:
+        self.bench.source.contents[f"/{name}"] = name + version
+
+    @rule(name=names, source=names, on_conflict=st.sampled_from(OnConflict), data=st.data())
+    def load(self, name: str, source: str, on_conflict: OnConflict, data: st.DataObject) -> None:
+        known, in_slot, keep, hold = (data.draw(st.booleans()) for _ in range(4))
+        call = LoadCall(
+            AdapterRef(AdapterName(name)),
+            None if known else f"/{source}",
+            on_conflict,
+            keep=keep and in_slot,
+            in_slot=in_slot,
+            hold=HoldTerms(HoldOwner(data.draw(st.sampled_from(self.sessions)), 0), HOLD_SECONDS, slot=in_slot)
+            if hold and self.sessions
+            else None,
+        )
+        self.loads.append(self.loop.create_task(self.bench.cache.load(call)))
+
+    @rule(name=names, on_conflict=st.sampled_from(OnConflict))
+    def load_at_once(self, name: str, on_conflict: OnConflict) -> None:
+        call = LoadCall(AdapterRef(AdapterName(name)), f"/{name}", on_conflict)
+        self.loads.append(self.loop.create_task(self.bench.cache.load(call)))
+        self.run(settle())
+        while self.bench.load_pool.jobs:
+            self.bench.load_pool.run_one()
+            self.run(settle())
+
+    @precondition(lambda self: self.loads)
+    @rule(data=st.data())
+    def abandon_a_load(self, data: st.DataObject) -> None:
+        data.draw(st.sampled_from(self.loads)).cancel()
+
+    @rule(name=names)
+    def unload_by_force(self, name: str) -> None:
+        self.attempt(lambda: self.bench.cache.unload(AdapterRef(AdapterName(name)), force=True))
+
+    @rule(name=names, other=names)
+    def take_the_slot_by_force(self, name: str, other: str) -> None:
+        """The slot of a mapping that still stands gets other bytes."""
+        self.unload_by_force(name)
+        self.load_at_once(other, OnConflict.REPLACE)
+
+    @rule(name=names, verb=st.sampled_from(("unload", "keep", "release_keep")))
+    def operate(self, name: str, verb: str) -> None:
+        cache, ref = self.bench.cache, AdapterRef(AdapterName(name))
+        verbs = {
+            "unload": lambda: cache.unload(ref, force=False),
+            "keep": lambda: cache.keep(ref),
+            "release_keep": lambda: cache.release_keep(ref),
+        }
+        self.attempt(verbs[verb])
+
+    @precondition(lambda self: self.lives < 3)
+    @rule()
+    def kill_and_restart(self) -> None:
+        for task in (*self.loads, *(sent.task for sent in self.forwards), *(asked.task for asked in self.asked)):
+            task.cancel()
+        for fence, _ in self.fences:
+            fence.cancel()
+        self.finish_all()
+        self.start_again()
+
+    # Sessions
+
+    @precondition(lambda self: len(self.sessions) < 4)
+    @rule(reserved_slots=st.sampled_from((0, 0, 1, 2)), ranks=st.sampled_from((1, 1, 2)))
+    def open_session(self, reserved_slots: int, ranks: int) -> None:
+        terms = SessionTerms("engine", GRACE_SECONDS, ranks, reserved_slots)
+        session = self.attempt(lambda: self.bench.cache.open_session(terms, None))
+        if session is not None:
+            self.sessions.append(session.session_id)
+
+    @precondition(lambda self: self.sessions)
+    @rule(data=st.data(), what=st.sampled_from(("lose its stream", "lose its stream", "resume", "close", "end")))
+    def disturb_a_session(self, data: st.DataObject, what: str) -> None:
+        cache, session_id = self.bench.cache, data.draw(st.sampled_from(self.sessions))
+        if what == "close":
+            cache.close_session(session_id)
+        elif what == "end":
+            assert cache.end_session(session_id.short)
+        elif what == "resume":
+            self.attempt(lambda: cache.resume_session(session_id, None))
+        elif (session := cache.sessions.get(session_id)).attachment is not None:
+            cache.detach_session(session, session.attachment)
+
+    @rule(seconds=st.sampled_from((1.0, HOLD_SECONDS, GRACE_SECONDS, WAIT_SECONDS, IDLE_SECONDS)))
+    def let_time_pass(self, seconds: float) -> None:
+        self.bench.clock.now += seconds
+        self.bench.cache.expire()
+
+    # Mappings and holds
+
+    def refs_for(self, session_id: SessionId, wanted: list[str | None]) -> list[AdapterRef | None]:
+        """Names, as an engine of several ranks has to say them: with the digest that it knows."""
+        names, ranks = self.bench.cache.residency.names, self.bench.cache.sessions.get(session_id).terms.ranks
+        refs = [AdapterRef(AdapterName(name)) if name else None for name in wanted]
+        if ranks == 1:
+            return list(refs)
+        return [AdapterRef(ref.name, names.get(ref.name)) if ref else None for ref in refs]
+
+    @precondition(lambda self: self.sessions)
+    @rule(data=st.data(), mapping_id=st.integers(0, 1))
+    def map_what_is_resident(self, data: st.DataObject, mapping_id: int) -> None:
+        session = data.draw(st.sampled_from(self.sessions))
+        residents = [r for r in self.bench.cache.residency.describe_all() if r.slot is not None]
+        choices = [None, *(str(resident.name) for resident in residents)]
+        wanted = data.draw(st.lists(st.sampled_from(choices), max_size=3))
+        self._map_now(session, mapping_id, self.refs_for(session, wanted))
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data())
+    def map_again_by_digest(self, data: st.DataObject) -> None:
+        session_id, old = data.draw(st.sampled_from(self.known))
+        mapping = self._map_now(session_id, old.mapping_id, list(old.refs))
+        if mapping is not None:
+            assert mapping.digests == old.digests
+
+    def _map_now(self, session_id: SessionId, mapping_id: int, refs: list[AdapterRef | None]) -> Mapping | None:
+        call = MappingCall(session_id, mapping_id, tuple(refs))
+        mapping: Mapping | None = self.attempt(lambda: at_once(self.bench.cache.set_mapping(call)))
+        if mapping is not None:
+            self.learn(session_id, mapping)
+        return mapping
+
+    @precondition(lambda self: self.sessions)
+    @rule(data=st.data(), wanted=entries, mapping_id=st.integers(0, 1), load=st.booleans(), lost=st.booleans())
+    def ask_for_a_mapping(
+        self, data: st.DataObject, wanted: list[str | None], mapping_id: int, load: bool, lost: bool
+    ) -> None:
+        session_id = data.draw(st.sampled_from(self.sessions))
+        wait = data.draw(st.sampled_from((0.0, WAIT_SECONDS, WAIT_SECONDS)))
+        refs = tuple(self.refs_for(session_id, wanted))
+        work = self.bench.cache.set_mapping(MappingCall(session_id, mapping_id, refs, load, wait))
+        self.asked.append(Asked(self.loop.create_task(work), session_id, lost))
+
+    @precondition(lambda self: self.sessions)
+    @rule(data=st.data(), name=names, hold_id=st.integers(0, 1), slot=st.booleans(), timed=st.booleans())
+    def hold(self, data: st.DataObject, name: str, hold_id: int, slot: bool, timed: bool) -> None:
+        session_id = data.draw(st.sampled_from(self.sessions))
+        terms = HoldTerms(HoldOwner(session_id, hold_id), HOLD_SECONDS if timed else None, slot)
+        work = self.bench.cache.hold(terms, AdapterRef(AdapterName(name)))
+        self.asked.append(Asked(self.loop.create_task(work), session_id, lost=True))
+
+    @precondition(lambda self: self.sessions)
+    @rule(data=st.data(), hold_id=st.integers(0, 1))
+    def release_hold(self, data: st.DataObject, hold_id: int) -> None:
+        self.bench.cache.release_hold(data.draw(st.sampled_from(self.sessions)), hold_id)
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data())
+    def give_up_asking(self, data: st.DataObject) -> None:
+        data.draw(st.sampled_from(self.asked)).task.cancel()
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data())
+    def release_mapping(self, data: st.DataObject) -> None:
+        session_id, mapping = data.draw(st.sampled_from(self.known))
+        self.attempt(lambda: self.bench.cache.release_mapping(session_id, mapping.mapping_id))
+
+    def learn(self, session_id: SessionId, mapping: Mapping) -> None:
+        """A client hears of a mapping. I10: whoever hears of one generation of it hears of the same digests."""
+        key = (session_id, mapping.mapping_id, mapping.generation)
+        assert self.digests.setdefault(key, mapping.digests) == mapping.digests, "I10"
+        self.known.append((session_id, mapping))
+
+    # Forwards
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data())
+    def send_a_forward(self, data: st.DataObject) -> None:
+        """For any mapping that was ever reported, replaced or not: a late Forward must not get another's rows."""
+        session_id, mapping = data.draw(st.sampled_from(self.known[-6:]))
+        counts = [1] * len(mapping.entries)
+        items = [ForwardItem(SITE, vector(len(counts)))]
+        call = ForwardCall(session_id, mapping.mapping_id, mapping.generation, counts, items, "unary")
+        self.forwards.append(Sent(mapping, self.loop.create_task(self.bench.cache.forward(call))))
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data())
+    def compute_at_once(self, data: st.DataObject) -> None:
+        self.send_a_forward(data)
+        self.run(settle())
+        while self.bench.compute_pool.jobs:
+            self.bench.compute_pool.run_one()
+
+    @precondition(lambda self: self.forwards)
+    @rule(data=st.data())
+    def abandon_a_forward(self, data: st.DataObject) -> None:
+        data.draw(st.sampled_from(self.forwards)).task.cancel()
+
+    @precondition(lambda self: self.sessions)
+    @rule(data=st.data())
+    def fence(self, data: st.DataObject) -> None:
+        session = self.bench.cache.sessions.get(data.draw(st.sampled_from(self.sessions)))
+        before = tuple(session.running)
+        self.fences.append((self.loop.create_task(self.bench.cache.fence(session.session_id)), before))
+        self.run(settle())
+
+    # Threads
+
+    @precondition(lambda self: self.bench.load_pool.jobs)
+    @rule(data=st.data())
+    def end_a_fill(self, data: st.DataObject) -> None:
+        self.bench.load_pool.run_one(data.draw(st.integers(0, len(self.bench.load_pool.jobs) - 1)))
+
+    @precondition(lambda self: self.bench.load_pool.jobs)
+    @rule()
+    def fail_a_fill(self) -> None:
+        self.bench.device.fail_fill = RuntimeError("the device refused the write")
+        self.bench.load_pool.run_one()
+        self.bench.device.fail_fill = None
+
+    @precondition(lambda self: self.bench.device.reading)
+    @rule(data=st.data())
+    def launch_a_kernel(self, data: st.DataObject) -> None:
+        """The launch returns; the kernel goes on to read."""
+        self.bench.device.launch(data.draw(st.sampled_from(self.bench.device.reading)))
+
+    @precondition(lambda self: self.bench.compute_pool.jobs)
+    @rule(data=st.data())
+    def end_a_kernel(self, data: st.DataObject) -> None:
+        self.bench.compute_pool.run_one(data.draw(st.integers(0, len(self.bench.compute_pool.jobs) - 1)))
+
+    # What holds after every step
+
+    def attempt(self, step: Any) -> Any:
+        try:
+            return step()
+        except SlotcarError:
+            return None
+
+    @invariant()
+    def everything_holds(self) -> None:
+        self.run(settle())
+        cache = self.bench.cache
+        assert cache.layout.generation >= self.generation, "I3"
+        self.generation = cache.layout.generation
+        check_everything(self.bench)
+        check_progress(self.bench)
+        self.take_answers()
+        self.sessions = [session.session_id for session in cache.sessions]
+        ended = [known for known in self.known if known[0] not in self.sessions]
+        self.known = ended[-2:] + [known for known in self.known if known[0] in self.sessions]
+
+    def take_answers(self) -> None:
+        for sent in [sent for sent in self.forwards if sent.task.done()]:
+            self.forwards.remove(sent)
+            check_answer(sent)
+        for asked in [asked for asked in self.asked if asked.task.done()]:
+            self.asked.remove(asked)
+            answer = self.answer(asked.task, MAPPING_ERRORS)
+            if isinstance(answer, Mapping) and not asked.lost:
+                self.learn(asked.session, answer)
+        for task in [task for task in self.loads if task.done()]:
+            self.loads.remove(task)
+            self.answer(task, LOAD_ERRORS)
+        for fence, before in [each for each in self.fences if each[0].done()]:
+            self.fences.remove((fence, before))
+            assert fence.cancelled() or all(task.done() for task in before), "Fence"
+
+    def answer(self, task: asyncio.Task[Any], allowed: set[Reason]) -> Any:
+        if task.cancelled():
+            return None
+        error = task.exception()
+        if isinstance(error, SlotcarError):
+            assert error.reason in allowed, error
+        return None if error is not None else task.result()

@@ -1,0 +1,16 @@
+"""A model of the reader/writer rule (invariant I2), small enough that every interleaving is visited.
+
+One writer, one reader, one client that maps and calls, operators, time and the process act on one State. Each of their
+atomic steps is a transition, so whoever does not step is paused. The table of slots is the product's own Layout.
+
+    reader   sent ─▶ marked ─▶ checked ─▶ launched ─▶ read ─▶ read ─▶ checked again, delivered or discarded, unmarked
+    writer   publishes filling ─▶ sees no mark ─▶ begins to write ─▶ ends ─▶ publishes occupied
+
+What the kernel reads is one step for each read, after the launch has returned. A reader in the client's process
+(Plane.DIRECT) has no mark: it checks the words of the memory that it has mapped, which stays as it was when its
+process dies.
+
+Steps are sequentially consistent, as I2 demands of mark→check and publish→wait; what a store buffer would do is what
+the rules `marks_first` and `publishes_before_waiting` exclude. An idle mapping that loses its pins stands for an ended
+session too: after that the client may do less, nothing more.
+"""

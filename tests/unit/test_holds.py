@@ -1,0 +1,308 @@
+"""Holds and reservations at the cache: what a session keeps, of which nobody else can deprive it but by force."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from slotcar_sidecar.core.errors import (
+    AdapterNotFound,
+    CapacityExceeded,
+    RequestInvalid,
+    SessionNotFound,
+    SlotsExhausted,
+    SourceUnavailable,
+)
+from slotcar_sidecar.core.events import EventKind
+from slotcar_sidecar.core.holds import MAX_HOLD_SECONDS, Hold, HoldTerms
+from slotcar_sidecar.core.ids import SessionId
+from slotcar_sidecar.core.layout import SlotState
+from slotcar_sidecar.core.pins import HoldOwner
+
+from tests.fakes.parts import Bench, digest_of, make_bench, settle
+from tests.fakes.steps import computed, finish, loaded, map_names, mapping_call, open_session, read_by, ref, start_load
+
+
+def terms(session: SessionId, hold_id: int = 1, **changes: Any) -> HoldTerms:
+    return HoldTerms(HoldOwner(session, hold_id), changes.get("seconds"), changes.get("slot", False))
+
+
+def start_hold(bench: Bench, session: SessionId, name: str, hold_id: int = 1, **changes: Any) -> asyncio.Task[Hold]:
+    work = bench.cache.hold(terms(session, hold_id, **changes), ref(name))
+    return asyncio.get_running_loop().create_task(work)
+
+
+async def held(bench: Bench, session: SessionId, name: str, hold_id: int = 1, **changes: Any) -> Hold:
+    (result,) = await finish(bench, start_hold(bench, session, name, hold_id, **changes))
+    if isinstance(result, BaseException):
+        raise result
+    assert isinstance(result, Hold)
+    bench.cache.check_integrity()
+    bench.cache.check_bytes()
+    return result
+
+
+def by_digest(name: str, content: str) -> str:
+    return f"{name}@{digest_of(content)}"
+
+
+async def test_held_bytes_stay_and_come_back_under_their_digest_though_the_name_moved() -> None:
+    """A request that was preempted comes back to the same bytes."""
+    bench = make_bench(1)
+    await loaded(bench, "a", "a1")
+    session, stranger = open_session(bench), open_session(bench)
+    hold = await held(bench, session, "a")
+    assert (hold.digest, hold.slot) == (digest_of("a1"), False)
+    await loaded(bench, "b", "b")
+    del bench.source.contents["/a"]
+    bench.source.contents["/a"] = "a2"
+    await loaded(bench, "a", "a2", replace=True)
+    call = mapping_call(session, by_digest("a", "a1"), load=True)
+    (mapping,) = await finish(bench, asyncio.create_task(bench.cache.set_mapping(call)))
+    assert read_by(await computed(bench, session, mapping)) == [str(digest_of("a1"))]
+    assert bench.cache.layout.in_state(SlotState.DRAINING)
+    with pytest.raises(AdapterNotFound):
+        map_names(bench, stranger, by_digest("a", "a1"))
+    bench.cache.release_hold(session, 1)
+    bench.cache.release_mapping(session, 0)
+    assert digest_of("a1") not in bench.cache.tiers.host
+    assert not bench.cache.layout.in_state(SlotState.DRAINING, SlotState.OCCUPIED)
+
+
+async def test_the_host_tier_drops_others_and_refuses_rather_than_what_is_held() -> None:
+    bench = make_bench(1, host_bytes=2)
+    session = open_session(bench)
+    await loaded(bench, "a", "a")
+    await held(bench, session, "a", 1)
+    await loaded(bench, "b", "b")
+    await loaded(bench, "c", "c")
+    assert digest_of("a") in bench.cache.tiers.host
+    await held(bench, session, "c", 2)
+    with pytest.raises(CapacityExceeded):
+        await loaded(bench, "d", "d")
+    bench.cache.release_hold(session, 1)
+    await loaded(bench, "d", "d")
+
+
+async def test_the_time_of_a_hold_counts_from_when_the_bytes_are_there() -> None:
+    bench = make_bench(1)
+    session = open_session(bench)
+    task = start_load(bench, "a", "a", hold=terms(session, seconds=10.0))
+    await settle()
+    bench.clock.now += 60.0
+    bench.cache.expire()
+    await finish(bench, task)
+    bench.clock.now += 9.0
+    bench.cache.expire()
+    assert bench.cache.residency.holds.is_held(digest_of("a"))
+    bench.clock.now += 1.0
+    bench.cache.expire()
+    assert not bench.cache.residency.holds.is_held(digest_of("a"))
+    last = bench.seen[-1]
+    assert (last.kind, last.reason, last.session) == (EventKind.HOLD_RELEASED, "its time is over", session)
+
+
+async def test_a_hold_of_what_was_dropped_reads_it_again_or_is_refused() -> None:
+    bench = make_bench(1)
+    session = open_session(bench)
+    await loaded(bench, "a", "a")
+    bench.cache.tiers.host.drop(digest_of("a"))
+    await held(bench, session, "a", 1)
+    await loaded(bench, "b", "b")
+    bench.cache.tiers.host.drop(digest_of("b"))
+    del bench.source.contents["/b"]
+    with pytest.raises(SourceUnavailable):
+        await held(bench, session, "b", 2)
+    assert len(bench.cache.residency.holds) == 1
+
+
+async def test_a_repeat_is_one_hold_another_ref_replaces_it_and_releases_are_idempotent() -> None:
+    bench = make_bench(2)
+    session, other = open_session(bench), open_session(bench)
+    for name in ("a", "b"):
+        await loaded(bench, name, name)
+    await held(bench, session, "a", seconds=5.0)
+    bench.clock.now += 4.0
+    again = await held(bench, session, "a", seconds=5.0)
+    assert again.expires_at == bench.clock.now + 5.0
+    await held(bench, session, "b")
+    assert [hold.digest for hold in bench.cache.residency.holds] == [digest_of("b")]
+    bench.cache.release_hold(other, 1)
+    assert bench.cache.residency.holds.is_held(digest_of("b"))
+    bench.cache.release_hold(session, 1)
+    bench.cache.release_hold(session, 1)
+    assert not len(bench.cache.residency.holds)
+
+
+async def test_a_forced_unload_ends_holds_and_counts_them() -> None:
+    bench = make_bench(2)
+    session = open_session(bench, reserved_slots=1)
+    await loaded(bench, "a", "a")
+    await held(bench, session, "a", 1)
+    await held(bench, session, "a", 2, slot=True)
+    mapping = map_names(bench, session, "a")
+    assert bench.cache.unload(ref("a"), force=True).pins_ended == 3
+    assert not len(bench.cache.residency.holds)
+    assert digest_of("a") not in bench.cache.tiers.host
+    with pytest.raises(AdapterNotFound):
+        map_names(bench, session, by_digest("a", "a"))
+    assert mapping.generation < bench.cache.layout.generation
+    bench.cache.check_integrity()
+
+
+async def test_a_hold_ends_with_its_session_and_there_is_none_for_a_session_that_is_gone() -> None:
+    bench = make_bench(1)
+    session = open_session(bench)
+    await loaded(bench, "a", "a")
+    bench.cache.tiers.host.drop(digest_of("a"))
+    task = start_hold(bench, session, "a", slot=True)
+    bench.cache.close_session(session)
+    (result,) = await finish(bench, task)
+    assert isinstance(result, SessionNotFound)
+    session = open_session(bench)
+    await held(bench, session, "a")
+    bench.cache.unload(ref("a"), force=False)
+    assert digest_of("a") in bench.cache.tiers.host
+    bench.cache.close_session(session)
+    assert digest_of("a") not in bench.cache.tiers.host
+    bench.cache.check_integrity()
+
+
+async def test_holds_are_bounded() -> None:
+    bench = make_bench(1)
+    session = open_session(bench)
+    await loaded(bench, "a", "a")
+    for hold_id in range(8):
+        await held(bench, session, "a", hold_id)
+    with pytest.raises(CapacityExceeded):
+        await held(bench, session, "a", 8)
+    await held(bench, session, "a", 7)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, MAX_HOLD_SECONDS + 1, float("nan"), float("inf")])
+def test_a_time_beyond_its_bounds_is_refused(seconds: float) -> None:
+    with pytest.raises(RequestInvalid):
+        terms(SessionId("s"), seconds=seconds)
+
+
+# Slots
+
+
+async def test_a_hold_keeps_a_slot_only_inside_the_reservation() -> None:
+    bench = make_bench(3)
+    session, other = open_session(bench, reserved_slots=1), open_session(bench)
+    for name in ("a", "b"):
+        await loaded(bench, name, name)
+    assert not (await held(bench, other, "a", slot=True)).slot
+    assert (await held(bench, session, "a", 1, slot=True)).slot
+    assert not (await held(bench, session, "b", 2, slot=True)).slot
+    for name in ("c", "d", "e"):
+        await loaded(bench, name, name)
+    assert bench.cache.residency.describe(ref("a")).slot is not None
+    assert bench.cache.residency.describe(ref("b")).slot is None
+
+
+async def test_a_hold_with_a_slot_loads_what_is_in_none() -> None:
+    bench = make_bench(2)
+    session = open_session(bench, reserved_slots=1)
+    await loaded(bench, "a", "a", in_slot=False)
+    assert bench.cache.residency.describe(ref("a")).slot is None
+    assert (await held(bench, session, "a", slot=True)).slot
+    assert bench.cache.residency.describe(ref("a")).slot is not None
+
+
+async def test_what_is_reserved_is_never_taken() -> None:
+    """By pins, keeps, loads and other reservations; and the session that reserved it finds it."""
+    bench = make_bench(3)
+    for name in ("a", "b", "c"):
+        await loaded(bench, name, name)
+    session, other = open_session(bench, reserved_slots=2), open_session(bench)
+    map_names(bench, other, "a")
+    with pytest.raises(SlotsExhausted):
+        map_names(bench, other, "a", "b")
+    with pytest.raises(SlotsExhausted):
+        map_names(bench, other, "b", mapping_id=1)
+    with pytest.raises(SlotsExhausted):
+        bench.cache.keep(ref("b"))
+    with pytest.raises(SlotsExhausted):
+        await loaded(bench, "d", "d")
+    with pytest.raises(SlotsExhausted):
+        open_session(bench, reserved_slots=1)
+    assert len(bench.cache.sessions) == 2
+    await loaded(bench, "d", "d", in_slot=False)
+    for names in (("b", "c"), ("d", "b"), ("c", "d")):
+        call = mapping_call(session, *names, load=True)
+        (mapping,) = await finish(bench, asyncio.create_task(bench.cache.set_mapping(call)))
+        assert mapping.digests == tuple(str(digest_of(name)) for name in names)
+    bench.cache.close_session(session)
+    map_names(bench, other, "a", "c")
+
+
+async def test_what_two_share_is_not_taken_from_a_reservation_when_one_lets_go() -> None:
+    bench = make_bench(2)
+    for name in ("a", "b"):
+        await loaded(bench, name, name)
+    session, other = open_session(bench, reserved_slots=1), open_session(bench)
+    map_names(bench, session, "a")
+    map_names(bench, other, "a")
+    with pytest.raises(SlotsExhausted):
+        map_names(bench, other, "a", "b")
+    bench.cache.release_mapping(session, 0)
+    map_names(bench, session, "b")
+
+
+async def test_a_call_inside_its_reservation_waits_for_nobody() -> None:
+    bench = make_bench(2)
+    for name in ("a", "b"):
+        await loaded(bench, name, name)
+    session, other, third = open_session(bench, reserved_slots=1), open_session(bench), open_session(bench)
+    map_names(bench, other, "a")
+    call = mapping_call(third, "b", wait_seconds=60.0)
+    waiting = asyncio.create_task(bench.cache.set_mapping(call))
+    await settle()
+    assert not waiting.done()
+    assert map_names(bench, session, "b").digests == (str(digest_of("b")),)
+    bench.cache.release_mapping(other, 0)
+    (mapping,) = await finish(bench, waiting)
+    assert mapping.digests == (str(digest_of("b")),)
+
+
+async def test_keeps_and_reservations_together_are_no_more_than_the_slots() -> None:
+    bench = make_bench(3)
+    for name in ("a", "b"):
+        await loaded(bench, name, name)
+        bench.cache.keep(ref(name))
+    with pytest.raises(SlotsExhausted):
+        open_session(bench, reserved_slots=2)
+    open_session(bench, reserved_slots=1)
+    bench.cache.release_keep(ref("b"))
+    bench.cache.keep(ref("b"))
+    with pytest.raises(SlotsExhausted) as refusal:
+        open_session(bench, reserved_slots=4)
+    assert refusal.value.retry_after_seconds is None
+
+
+# Loads that stop in memory
+
+
+async def test_a_load_to_the_host_tier_takes_no_slot() -> None:
+    bench = make_bench(1)
+    await loaded(bench, "a", "a")
+    before = bench.cache.layout
+    result = await loaded(bench, "b", "b", in_slot=False)
+    assert (result.resident.slot, result.already_resident) == (None, False)
+    assert bench.cache.layout is before
+    with pytest.raises(RequestInvalid):
+        await loaded(bench, "c", "c", in_slot=False, keep=True)
+    bench2 = make_bench(2, model=None)
+    assert (await loaded(bench2, "a", "a", in_slot=False)).model is None
+
+
+async def test_a_kept_name_does_not_move_out_of_its_slot() -> None:
+    bench = make_bench(2)
+    await loaded(bench, "a", "a1", keep=True)
+    with pytest.raises(RequestInvalid):
+        await loaded(bench, "a", "a2", in_slot=False, replace=True)
+    assert bench.cache.residency.names.digest_of(ref("a")) == digest_of("a1")
+    bench.cache.check_integrity()
