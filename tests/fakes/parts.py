@@ -141,6 +141,7 @@ class FakeDevice:
         self.bytes: list[str] = [""] * slots
         self.reading: list[FakeBatch] = []
         self.written_while_read: list[SlotId] = []
+        self.read_while_written: list[SlotId] = []
         self.fail_fill: Exception | None = None
 
     def shape(self, model: ModelSpec) -> None:
@@ -173,6 +174,7 @@ class FakeDevice:
     def launch(self, batch: FakeBatch) -> None:
         """A kernel of the batch is launched: it has begun to read, and reads on."""
         batch.seen.append(tuple(self._read(slot) for slot, _ in batch.rows))
+        self.read_while_written += [slot for slot, _ in batch.rows if self._read(slot) is TORN and slot is not None]
 
     def execute(self, batch: FakeBatch) -> list[Matrix]:
         self.launch(batch)

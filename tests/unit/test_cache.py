@@ -31,7 +31,7 @@ from slotcar_sidecar.core.layout import SlotState
 from slotcar_sidecar.core.mapping import Mapping
 from slotcar_sidecar.core.session import SessionTerms
 
-from tests.fakes.parts import MODEL, SITE, Bench, digest_of, make_bench, settle, vector, weights_of
+from tests.fakes.parts import IDLE_SECONDS, MODEL, SITE, Bench, digest_of, make_bench, settle, vector, weights_of
 from tests.fakes.steps import (
     ENGINE,
     computed,
@@ -342,6 +342,27 @@ async def test_a_fill_waits_for_the_kernel_that_reads_its_slot() -> None:
     (result,) = await finish(bench, writing)
     assert result.resident.slot == 0
     assert bench.device.written_while_read == []
+
+
+@pytest.mark.parametrize("turns", range(10))
+async def test_a_slot_is_marked_before_its_mapping_is_checked(turns: int) -> None:
+    """A fill that begins at any turn of the loop finds the Forward marked, or is found by its check."""
+    bench = make_bench(1)
+    await loaded(bench, "a", "a1")
+    session = open_session(bench)
+    mapping = map_names(bench, session, "a")
+    bench.clock.now += IDLE_SECONDS
+    bench.cache.expire()
+    loading = start_load(bench, "b", "b1")
+    await settle()
+    computing = forward(bench, session, mapping)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    bench.load_pool.run_one()
+    result, _ = await finish(bench, computing, loading)
+    assert isinstance(result, LayoutStale) or read_by(result) == [str(digest_of("a1"))]
+    assert not bench.device.written_while_read
+    assert not bench.device.read_while_written
 
 
 async def test_the_slot_stays_marked_when_the_caller_of_a_forward_goes_away() -> None:

@@ -61,6 +61,14 @@ async def bench_with(slots: int, *names: str) -> Bench:
     return bench
 
 
+async def run_all(bench: Bench) -> None:
+    """Everything goes on until all that is left waits for another step of the test."""
+    await settle()
+    while bench.load_pool.jobs:
+        bench.load_pool.run_one()
+        await settle()
+
+
 def pinned(bench: Bench, session: SessionId, mapping_id: int = 0) -> frozenset[SlotId]:
     return bench.cache.residency.pins.by(MappingOwner(session, mapping_id))
 
@@ -139,10 +147,7 @@ async def test_a_load_whose_caller_goes_away_sets_no_mapping(jobs: int) -> None:
         bench.load_pool.run_one()
         await settle()
     task.cancel()
-    await settle()
-    while bench.load_pool.jobs:
-        bench.load_pool.run_one()
-        await settle()
+    await run_all(bench)
     assert bench.cache.residency.describe(ref("a" if jobs else "b")).slot == 0
     assert not bench.cache.sessions.get(session).mappings
     assert not bench.cache.residency.pins.pinned()
@@ -205,20 +210,21 @@ async def test_a_session_that_ends_in_the_middle_of_the_load_leaves_nothing() ->
 
 
 async def test_two_engines_that_want_each_others_slots_both_make_progress_and_so_does_a_third() -> None:
-    """Each has half of the slots and wants one of the other's too, which the other does not let go by itself."""
-    bench = await bench_with(4, "a", "b", "c", "d")
+    """Of four slots each has two and wants three, which nobody lets go by himself; a third engine asks for one."""
+    bench = await bench_with(4, "e", "f", "g", "a", "b", "c", "d")
     one, two, three = (open_session(bench) for _ in range(3))
     map_names(bench, one, "a", "b")
     map_names(bench, two, "c", "d")
-    first = start_map(bench, one, "a", "b", "c", wait_seconds=60.0)
-    await settle()
-    second = start_map(bench, two, "b", "c", "d", wait_seconds=60.0)
-    await settle()
-    third = start_map(bench, three, "a", wait_seconds=60.0)
-    await settle()
-    for session, task in ((one, first), (two, second), (three, third)):
+    calls = [(one, ("a", "b", "e")), (two, ("c", "d", "f")), (three, ("g",))]
+    waiting = []
+    for session, names in calls:
+        waiting.append(start_map(bench, session, *names, load=True, wait_seconds=60.0))
+        await settle()
+    for (session, names), task in zip(calls, waiting, strict=True):
         (mapping,) = await finish(bench, task)
+        assert mapping.digests == tuple(str(digest_of(name)) for name in names)
         assert read_by(await computed(bench, session, mapping)) == list(mapping.digests)
+        map_names(bench, session, names[0])
     assert bench.cache.capacity().waiting == 0
 
 
@@ -251,7 +257,7 @@ async def test_calls_that_wait_are_served_in_their_order_and_before_newcomers() 
     small = start_map(bench, sessions[1], "a", load=True, wait_seconds=60.0)
     await settle()
     map_names(bench, holder, "d")
-    await settle()
+    await run_all(bench)
     assert not large.done()
     assert not small.done(), "the one that waits longer needs both slots"
     for newcomer in (start_map(bench, sessions[2], "b", load=True), start_load(bench, "e", "e")):

@@ -1,0 +1,187 @@
+"""Weakenings of slotcar by a line, each with the test that must catch it.
+
+`old` stands once in `file`, and `new` takes its place. A mutant that no longer applies is a failure: whoever moves the
+line moves the mutant with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+CORE = "sidecar/slotcar_sidecar/core"
+CACHE = "sidecar/slotcar_sidecar/cache"
+CLIENT = "clients/slotcar_client"
+CACHE_STEPS = "tests/unit/test_cache.py"
+MAPPINGS = "tests/unit/test_mappings.py"
+HOLDS = "tests/unit/test_holds.py"
+MUSEUM = "tests/unit/test_museum.py"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`test` is the node id that must fail. `also` is a second replacement, where one line is not enough."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
+    also: tuple[str, str] | None = None
+
+    def apply(self, text: str) -> str:
+        """The file's text with the weakening."""
+        for old, new in filter(None, ((self.old, self.new), self.also)):
+            assert text.count(old) == 1, f"mutant {self.name!r}: {old!r} is {text.count(old)} times in {self.file}"
+            text = text.replace(old, new)
+        return text
+
+
+MUTANTS = (
+    Mutant(
+        "drop the mod_generation check",
+        f"{CORE}/layout.py",
+        "return all(self.slots[slot].mod_generation <= generation for slot in slots)",
+        "return True",
+        f"{MUSEUM}::test_a_layout_that_changes_under_an_unchanged_mapping",
+    ),
+    Mutant(
+        "a write leaves mod_generation as it was",
+        f"{CORE}/layout.py",
+        "        new = Slot(after, digest, generation if writes else old.mod_generation)",
+        "        new = Slot(after, digest, old.mod_generation)",
+        f"{MUSEUM}::test_the_same_ids_come_back_in_the_same_slots",
+    ),
+    Mutant(
+        "check before mark",
+        f"{CACHE}/forwards.py",
+        "        with state.marks.reading(mapping.slots):\n            mapping.check_current(state.layout)\n",
+        "        mapping.check_current(state.layout)\n        [await asyncio.sleep(0) for _ in range(4)]\n"
+        "        with state.marks.reading(mapping.slots):\n",
+        f"{CACHE_STEPS}::test_a_slot_is_marked_before_its_mapping_is_checked",
+    ),
+    Mutant(
+        "no second check",
+        f"{CACHE}/forwards.py",
+        "            outputs = await state.run(state.environment.compute_pool, state.device.execute, batch)\n"
+        "            mapping.check_current(state.layout)\n",
+        "            outputs = await state.run(state.environment.compute_pool, state.device.execute, batch)\n",
+        f"{CACHE_STEPS}::test_a_fill_waits_for_the_kernel_that_reads_its_slot",
+    ),
+    Mutant(
+        "the mark ends with the launch",
+        f"{CACHE}/forwards.py",
+        "            outputs = await state.run(state.environment.compute_pool, state.device.execute, batch)\n"
+        "            mapping.check_current(state.layout)\n",
+        "        outputs = await state.run(state.environment.compute_pool, state.device.execute, batch)\n"
+        "        mapping.check_current(state.layout)\n",
+        f"{CACHE_STEPS}::test_a_fill_waits_for_the_kernel_that_reads_its_slot",
+    ),
+    Mutant(
+        "write without waiting for readers",
+        f"{CACHE}/loads.py",
+        "            state.marks.when_unread(slot, lambda: unread.set_result(None))\n            await unread\n",
+        "            unread.set_result(None)\n            await unread\n",
+        f"{CACHE_STEPS}::test_a_fill_waits_for_the_kernel_that_reads_its_slot",
+    ),
+    Mutant(
+        "publish before the write ends",
+        f"{CACHE}/loads.py",
+        "            await state.run(state.environment.load_pool, state.device.fill, slot, weights)\n"
+        "            state.residency.finish_fill(slot)\n",
+        "            state.residency.finish_fill(slot)\n"
+        "            await state.run(state.environment.load_pool, state.device.fill, slot, weights)\n",
+        f"{CACHE_STEPS}::test_a_load_is_visible_last",
+    ),
+    Mutant(
+        "ignore pins in the victim choice",
+        f"{CORE}/slots.py",
+        "parties: set[Party] = {owner.session for owner in owners.get(SlotId(index), ())}",
+        "parties: set[Party] = set()",
+        f"{CACHE_STEPS}::test_a_load_that_finds_every_slot_pinned_changes_nothing",
+    ),
+    Mutant(
+        "recover by name",
+        f"{CLIENT}/protocol.py",
+        'resolved.append(f"{name}@{digest}")',
+        "resolved.append(name)",
+        "tests/unit/client/test_protocol.py::test_a_mapping_has_digests_by_what_the_caller_wrote",
+    ),
+    Mutant(
+        "pins as counters",
+        f"{CORE}/pins.py",
+        "owners | {owner} if slot in wanted else owners - {owner} for slot",
+        "owners | {object()} if slot in wanted else frozenset([*owners][1:]) for slot",
+        "tests/unit/core/test_pins.py::test_a_double_release_or_a_release_by_a_stranger_changes_nothing",
+    ),
+    Mutant(
+        "drain not revived",
+        f"{CORE}/residency.py",
+        "            self.slots.layout = self.layout.revive(slot)\n",
+        "            pass\n",
+        f"{CACHE_STEPS}::test_loading_the_digest_again_revives_a_draining_slot",
+    ),
+    Mutant(
+        "hold counted from the call",
+        f"{CACHE}/loads.py",
+        "        await self._check(weights)\n        residency.check_binding",
+        "        called = state.now()\n        await self._check(weights)\n        residency.check_binding",
+        f"{HOLDS}::test_the_time_of_a_hold_counts_from_when_the_bytes_are_there",
+        also=("AdapterRef(name, adapter.digest), state.now())", "AdapterRef(name, adapter.digest), called)"),
+    ),
+    Mutant(
+        "epoch ignored by the client",
+        f"{CLIENT}/protocol.py",
+        '    _audit("epoch", response.layout.epoch, mapping.version.epoch)\n',
+        "",
+        f"{MUSEUM}::test_a_client_notices_the_number_of_another_life",
+    ),
+    Mutant(
+        "epoch ignored by the server",
+        f"{CORE}/mapping.py",
+        "and (layout.epoch != self.epoch or not layout.is_current((entry.slot,), self.generation))",
+        "and not layout.is_current((entry.slot,), self.generation)",
+        f"{MUSEUM}::test_a_restarted_server_reuses_a_number",
+    ),
+    Mutant(
+        "two mappings of one generation",
+        f"{CACHE}/mappings.py",
+        "            residency.advance()\n",
+        "            pass\n",
+        f"{CACHE_STEPS}::test_a_late_forward_never_gets_the_rows_of_a_newer_mapping_of_its_id",
+    ),
+    Mutant(
+        "reservations only on paper",
+        f"{CORE}/slots.py",
+        "        self.reserved[session] = count\n",
+        "        pass\n",
+        f"{HOLDS}::test_what_is_reserved_is_never_taken",
+    ),
+    Mutant(
+        "newcomers overtake",
+        f"{CORE}/slots.py",
+        "        if not self.queue or self.queue[0] is demand.turn or self._is_within_reservation(party, parties):\n",
+        "        if True:\n",
+        f"{MAPPINGS}::test_calls_that_wait_are_served_in_their_order_and_before_newcomers",
+    ),
+    Mutant(
+        "a call that waits keeps its pins",
+        f"{CACHE}/mappings.py",
+        "            state.residency.release(call.owner)\n",
+        "            pass\n",
+        f"{MAPPINGS}::test_two_engines_that_want_each_others_slots_both_make_progress_and_so_does_a_third",
+    ),
+    Mutant(
+        "held bytes are dropped",
+        f"{CORE}/residency.py",
+        "return self.holds.digests() | self.names.without_source() | self.slots.claimed_bytes()",
+        "return frozenset()",
+        f"{HOLDS}::test_the_host_tier_drops_others_and_refuses_rather_than_what_is_held",
+    ),
+    Mutant(
+        "an idle mapping is forgotten",
+        f"{CACHE}/mappings.py",
+        "            self._state.residency.renew(owner, mapping.entries)\n",
+        "            pass\n",
+        f"{MAPPINGS}::test_an_idle_mapping_loses_its_pins_and_takes_them_again",
+    ),
+)
