@@ -5,6 +5,8 @@ with connect("unix:///run/slotcar/slotcar.sock") as client:
     with client.session("my engine", model_spec=spec) as session:
         session.set_mapping([("sql", 3), (BASE, 1)])
         delta = session.forward({"model.layers.0.self_attn.q_proj": x})
+
+`slotcar_client.aio` is the same for asyncio.
 """
 
 from slotcar_client.client import Client, connect
@@ -18,14 +20,17 @@ from slotcar_client.errors import (
     AuditFailed,
     CallCancelled,
     CapacityExceeded,
+    ClientClosed,
     DeadlineExceeded,
     DigestMismatch,
     InternalError,
     LayoutStale,
     MappingNotFound,
+    MappingReplaced,
     ModelMismatch,
     ModelUnknown,
     RequestInvalid,
+    SessionClosed,
     SessionNotFound,
     ShapeMismatch,
     ShuttingDown,
@@ -36,17 +41,22 @@ from slotcar_client.errors import (
     SourceUnavailable,
     TransportError,
     Unavailable,
+    VersionMismatch,
 )
-from slotcar_client.session import Session
+from slotcar_client.session import Hold, RankSession, Session
 from slotcar_client.values import (
     AdapterInfo,
+    Capacity,
     Estimate,
     Event,
+    HoldInfo,
     Layout,
     LayoutVersion,
     LoadReport,
     Mapping,
+    MappingInfo,
     ServerInfo,
+    SessionInfo,
     SiteReport,
     Slot,
     Snapshot,
@@ -63,24 +73,33 @@ __all__ = [
     "AdapterUnsupported",
     "AuditFailed",
     "CallCancelled",
+    "Capacity",
     "CapacityExceeded",
     "Client",
+    "ClientClosed",
     "DeadlineExceeded",
     "DigestMismatch",
     "Estimate",
     "Event",
+    "Hold",
+    "HoldInfo",
     "InternalError",
     "Layout",
     "LayoutStale",
     "LayoutVersion",
     "LoadReport",
     "Mapping",
+    "MappingInfo",
     "MappingNotFound",
+    "MappingReplaced",
     "ModelMismatch",
     "ModelUnknown",
+    "RankSession",
     "RequestInvalid",
     "ServerInfo",
     "Session",
+    "SessionClosed",
+    "SessionInfo",
     "SessionNotFound",
     "ShapeMismatch",
     "ShuttingDown",
@@ -95,5 +114,6 @@ __all__ = [
     "TransportError",
     "Unavailable",
     "UnloadReport",
+    "VersionMismatch",
     "connect",
 ]

@@ -3,15 +3,39 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import grpc
 from slotcar.v1 import adapter_service_pb2
 
 from slotcar_client import convert
-from slotcar_client.errors import SlotcarError, Unavailable, from_rpc_error
+from slotcar_client.errors import Unavailable, from_rpc_error
 from slotcar_client.rpc import Rpc
 from slotcar_client.values import Event, LayoutVersion
+
+
+class EventReader:
+    """Turns the messages, in order, into events that know how many were missed before them."""
+
+    def __init__(self) -> None:
+        self._since: LayoutVersion | None = None
+        self._missed = 0
+
+    @property
+    def since(self) -> LayoutVersion:
+        """The version from which on nothing is hidden. Raises Unavailable when the stream ended before its greeting."""
+        if self._since is None:
+            raise Unavailable("the server ended the stream of events before it began")
+        return self._since
+
+    def take(self, message: adapter_service_pb2.WatchEventsResponse) -> Event | None:
+        """The event of the message; None for the greeting."""
+        self._since = self._since or convert.version(message.layout)
+        self._missed += message.missed
+        if not message.HasField("event"):
+            return None
+        missed, self._missed = self._missed, 0
+        return convert.event(message, missed)
 
 
 class EventStream:
@@ -20,22 +44,20 @@ class EventStream:
     def __init__(self, rpc: Rpc, replay: int) -> None:
         """Subscribes, first to up to `replay` events of the past. Raises SlotcarError."""
         self._closed = False
-        self._call = rpc.stream(adapter_service_pb2.WatchEventsRequest(replay=replay))
+        self._reader = EventReader()
+        self._call: Any = rpc.stream(adapter_service_pb2.WatchEventsRequest(replay=replay))
         greeting = self._receive()
-        if greeting is None:
-            raise Unavailable("the server ended the stream of events before it began")
-        self.since: LayoutVersion = convert.version(greeting.layout)
-        self._missed = greeting.missed
+        if greeting is not None:
+            self._reader.take(greeting)
+        self.since: LayoutVersion = self._reader.since
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Event:
         while (message := self._receive()) is not None:
-            self._missed += message.missed
-            if message.HasField("event"):
-                missed, self._missed = self._missed, 0
-                return convert.event(message, missed)
+            if (event := self._reader.take(message)) is not None:
+                return event
         raise StopIteration
 
     def close(self) -> None:
@@ -54,9 +76,9 @@ class EventStream:
     def _receive(self) -> adapter_service_pb2.WatchEventsResponse | None:
         """The next message, or None at the end. Raises SlotcarError unless the end was asked for."""
         try:
-            return next(self._call, None)
+            message: adapter_service_pb2.WatchEventsResponse | None = next(self._call, None)
         except grpc.RpcError as error:
             if self._closed:
                 return None
-            failure: SlotcarError = from_rpc_error(error)
-            raise failure from error
+            raise from_rpc_error(error) from error
+        return message

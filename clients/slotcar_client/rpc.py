@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -56,6 +57,18 @@ class Stubs:
         return self._by_request[request.DESCRIPTOR.full_name]
 
 
+@contextlib.contextmanager
+def translated() -> Iterator[None]:
+    """Failures of gRPC become SlotcarErrors."""
+    try:
+        yield
+    except (ValueError, aio.UsageError) as error:
+        # What gRPC says when another thread closed the channel just now.
+        raise ClientClosed("the client is closed") from error
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from error
+
+
 class Rpc:
     """The stubs of one channel; `timeout_seconds` is the deadline of each call that is not a stream."""
 
@@ -68,11 +81,8 @@ class Rpc:
 
     def call(self, call: Call) -> Any:
         """The response, within the call's deadline. Raises SlotcarError."""
-        method = self._method(type(call.request))
-        try:
-            return method(call.request, timeout=self.deadline_seconds(call))
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
+        with translated():
+            return self._method(type(call.request))(call.request, timeout=self.deadline_seconds(call))
 
     def perform(self, effect: Effect) -> Any:
         """The answer to an effect of a plan that only calls."""
@@ -81,27 +91,29 @@ class Rpc:
 
     def begin(self, call: Call) -> grpc.Future[Any]:
         """The same call as a future, which can be cancelled; it fails with gRPC's errors."""
-        future: grpc.Future[Any] = self._method(type(call.request)).future(
-            call.request, timeout=self.deadline_seconds(call)
-        )
+        with translated():
+            method = self._method(type(call.request))
+            future: grpc.Future[Any] = method.future(call.request, timeout=self.deadline_seconds(call))
         return future
 
     def stream(self, request: Message) -> Any:
         """The answers to a request whose method streams them; a grpc.Call without a deadline."""
-        return self._method(type(request))(request)
+        with translated():
+            return self._method(type(request))(request)
 
     def forward_stream(self, requests: Iterator[engine_service_pb2.ForwardStreamRequest]) -> Any:
         """The answers to a stream of Forwards; a grpc.Call without a deadline."""
-        return self._method(engine_service_pb2.ForwardStreamRequest)(requests)
+        with translated():
+            return self._method(engine_service_pb2.ForwardStreamRequest)(requests)
 
     def upload(self, upload: Upload) -> adapter_service_pb2.LoadAdapterStreamResponse:
         """Sends an adapter's files. Raises SlotcarError, also for what was wrong with the files on the way."""
-        method = self._method(adapter_service_pb2.LoadAdapterStreamRequest)
-        try:
-            response = method(upload.requests(), timeout=self.timeout_seconds + upload.least_seconds)
-        except grpc.RpcError as error:
-            raise upload.failure or from_rpc_error(error) from error
-        return upload.answered(response)
+        with upload.checked(), translated():
+            method = self._method(adapter_service_pb2.LoadAdapterStreamRequest)
+            response: adapter_service_pb2.LoadAdapterStreamResponse = method(
+                upload.requests(), timeout=self.timeout_seconds + upload.least_seconds
+            )
+        return response
 
     def deadline_seconds(self, call: Call) -> float:
         return (call.timeout_seconds or self.timeout_seconds) + call.wait_seconds

@@ -42,7 +42,8 @@ class MappedSession:
         """Opens or joins the session. Raises SlotcarError."""
         self._rpc = rpc
         self._state = SessionState(options, time.monotonic)
-        self._lock = threading.Lock()
+        # Reentrant for a signal handler that closes the session in the middle of a call of the same thread.
+        self._lock = threading.RLock()
         self._closed = threading.Event()
         self._queued: set[grpc.Future[Any]] = set()
         self._transport = make_transport(options.transport, rpc)
@@ -68,8 +69,7 @@ class MappedSession:
     @property
     def model_spec(self) -> model_pb2.ModelSpec | None:
         """The model that shapes the slots, as the server said when the session was opened; None if it knew none."""
-        opened = self._state.opened
-        return opened.model_spec if opened.HasField("model_spec") else None
+        return self._state.model_spec
 
     @property
     def ranks(self) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Mapping as ReadOnlyDict
 from typing import TYPE_CHECKING, TypeVar
 
-from slotcar.v1 import adapter_service_pb2, engine_service_pb2
+from slotcar.v1 import adapter_service_pb2, engine_service_pb2, model_pb2
 
 from slotcar_client import convert, protocol
 from slotcar_client.config import client_version
@@ -77,6 +77,10 @@ class SessionState:
         return convert.server_info(self.opened.server)
 
     @property
+    def model_spec(self) -> model_pb2.ModelSpec | None:
+        return self.opened.model_spec if self.opened.HasField("model_spec") else None
+
+    @property
     def mapping(self) -> Mapping | None:
         """The mapping that `forward` uses by default."""
         return self._mappings.get(self._last_id) if self._last_id is not None else None
@@ -107,7 +111,7 @@ class SessionState:
             if self._clock() >= give_up:
                 return
             yield Wait(delay)
-            if self._opened is not ended:
+            if ended is None or self._opened is not ended:
                 return
             try:
                 yield from self._open(self.session_id)
@@ -122,11 +126,12 @@ class SessionState:
         """Forgets what the session has and ends it at the server; when that is away, its grace ends it."""
         self._mappings.clear()
         self._last_id = None
-        yield from self._end()
+        if self._opened is not None:
+            yield from self._end(self.session_id)
 
-    def _end(self) -> Plan[None]:
-        if self._opened is not None and self.options.owner:
-            request = engine_service_pb2.CloseSessionRequest(session=self.session_id)
+    def _end(self, session: str) -> Plan[None]:
+        if self.options.owner:
+            request = engine_service_pb2.CloseSessionRequest(session=session)
             with contextlib.suppress(SlotcarError):
                 yield Call(request, timeout_seconds=END_SECONDS)
 
@@ -255,12 +260,12 @@ class SessionState:
     def _open(self, resume: str = "") -> Plan[None]:
         version = client_version()
         opened: engine_service_pb2.SessionOpened = yield Open(protocol.open_request(self.options, resume, version))
-        self._opened = opened
         try:
             protocol.check_version(version, opened.server.version)
         except VersionMismatch:
-            yield from self._end()
+            yield from self._end(opened.session)
             raise
+        self._opened = opened
 
     def _recovered(self, attempt: Callable[[], Plan[T]], mapping: Mapping | None = None) -> Plan[T]:
         """The result of `attempt`, repeated after what `next_step` says, at most MAX_STEPS times without the waits.

@@ -6,6 +6,7 @@ server, which wants every declared byte, never takes a torn file for a whole one
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections.abc import Iterator
@@ -55,13 +56,15 @@ class Upload:
         except SlotcarError as error:
             self.failure = error
 
-    def answered(
-        self, response: adapter_service_pb2.LoadAdapterStreamResponse
-    ) -> adapter_service_pb2.LoadAdapterStreamResponse:
-        """The server's answer. Raises `failure` instead when the files could not be sent whole."""
+    @contextlib.contextmanager
+    def checked(self) -> Iterator[None]:
+        """Around the call: whatever became of it, `failure` is raised when the files could not be sent whole."""
+        try:
+            yield
+        except SlotcarError as error:
+            raise self.failure or error from error
         if self.failure is not None:
             raise self.failure
-        return response
 
     def close(self) -> None:
         """Idempotent."""

@@ -22,7 +22,6 @@ from urllib.parse import quote
 
 from grpc import aio
 from grpc_health.v1 import health_pb2
-from grpc_health.v1.health import aio as health
 from prometheus_client import start_http_server
 
 from slotcar_sidecar.cache import AdapterCache
@@ -39,6 +38,7 @@ from slotcar_sidecar.device.cpu import CpuDevice
 from slotcar_sidecar.device.threads import compute_pool_initializer
 from slotcar_sidecar.ops import logs
 from slotcar_sidecar.ops.metrics import Metrics, Snapshot
+from slotcar_sidecar.rpc.health import Health
 from slotcar_sidecar.rpc.server import Rpc, make_server
 from slotcar_sidecar.store.host import HostTierLru
 from slotcar_sidecar.store.model import model_spec_from_file, model_spec_from_folder
@@ -186,7 +186,7 @@ async def _end_tasks() -> None:
         await asyncio.wait(tasks, timeout=_CLOSE_SECONDS)
 
 
-async def _set_health(servicer: health.HealthServicer, *, serving: bool) -> None:
+async def _set_health(servicer: Health, *, serving: bool) -> None:
     """Liveness says that the process runs; readiness, and the server as a whole, that it takes new sessions."""
     status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
     await servicer.set("liveness", health_pb2.HealthCheckResponse.SERVING)

@@ -22,7 +22,7 @@ from torch import nn
 
 from slotcar_client.convert import DTYPES
 from slotcar_client.engines.inputs import SharedInputs
-from slotcar_client.errors import ModelMismatch, ShapeMismatch
+from slotcar_client.errors import MappingNotFound, ModelMismatch, ShapeMismatch
 from slotcar_client.session import Session
 from slotcar_client.values import Mapping
 
@@ -45,22 +45,24 @@ def model_spec(model: nn.Module) -> model_pb2.ModelSpec:
     return model_pb2.ModelSpec(sites=sites, dtype=DTYPES.get(dtype, tensor_pb2.DTYPE_UNSPECIFIED), tensor_parallel=1)
 
 
-def attach(model: nn.Module, session: Session) -> Attachment:
+def attach(model: nn.Module, session: Session, *, require_rows: bool = False) -> Attachment:
     """Hooks every linear layer of `model`. One model at a time can be attached to a session.
 
-    Outside of `session.rows` the model goes on as the plain base model, also for a caller that forgot the block.
+    Outside of `session.rows` the model goes on as the plain base model, also for a caller that forgot the block; with
+    `require_rows` its layers raise MappingNotFound there instead.
 
     Raises ModelMismatch when a site has another shape in the server's model, RequestInvalid when the session has an
     attached model already.
     """
-    return Attachment(model, session)
+    return Attachment(model, session, require_rows)
 
 
 class Attachment:
     """The hooks of one model; as a context, it detaches at the end. For one thread at a time."""
 
-    def __init__(self, model: nn.Module, session: Session) -> None:
+    def __init__(self, model: nn.Module, session: Session, require_rows: bool = False) -> None:
         self._session = session
+        self._require_rows = require_rows
         self._modules = dict(_linear_modules(model))
         _check_shapes(self._modules, session.model_spec)
         self._inputs = SharedInputs(self._ask)
@@ -96,6 +98,8 @@ class Attachment:
             _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor
         ) -> torch.Tensor | None:
             mapping = self._mapping
+            if mapping is None and self._require_rows:
+                raise MappingNotFound(f"{site} was called outside of session.rows", site=site)
             if mapping is None or site not in self._spans:
                 return None
             x: torch.Tensor = args[0] if args else next(iter(kwargs.values()))

@@ -36,8 +36,15 @@ class HumanFormatter(logging.Formatter):
         return super().format(record)
 
 
+def _is_no_vanished_caller(record: logging.LogRecord) -> bool:
+    """False for what gRPC takes for a fault of the server: a caller that was gone when its answer was written."""
+    kind = record.exc_info[0] if record.exc_info else None
+    return kind is None or kind.__name__ != "ExecuteBatchError"
+
+
 def configure(log_format: str) -> None:
     """Sends all log lines to standard error in the given format."""
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_vanished_caller)
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if log_format == "json" else HumanFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)

@@ -48,6 +48,7 @@ _SITE_KINDS: dict[int, str] = {
 }
 
 _MAX_SITES = 1 << 14
+_NANOS = 10**9
 
 T = TypeVar("T")
 
@@ -68,7 +69,11 @@ def to_seconds(field: str, message: object, duration: duration_pb2.Duration) -> 
     """The seconds of a field of `message`, None when it is absent. Its bounds are the core's matter."""
     if not message.HasField(field):  # type: ignore[attr-defined]
         return None
-    return duration.seconds + duration.nanos / 1e9
+    seconds, nanos = duration.seconds, duration.nanos
+    if abs(nanos) >= _NANOS or seconds * nanos < 0:
+        wanted = f"less than {_NANOS} nanos, of the sign of the seconds"
+        raise RequestInvalid(field, found=f"{seconds} seconds and {nanos} nanos", wanted=wanted)
+    return seconds + nanos / _NANOS
 
 
 def to_hold(

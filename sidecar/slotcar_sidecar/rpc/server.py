@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
 
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as health
 from grpc_reflection.v1alpha import reflection
 from slotcar.v1 import adapter_service_pb2, adapter_service_pb2_grpc, engine_service_pb2, engine_service_pb2_grpc
 
 from slotcar_sidecar.cache import AdapterCache
-from slotcar_sidecar.core.errors import ShuttingDown
 from slotcar_sidecar.rpc.adapter_service import AdapterService
-from slotcar_sidecar.rpc.ending import ended_by
 from slotcar_sidecar.rpc.engine_service import EngineService, ServerFacts
+from slotcar_sidecar.rpc.health import Health
 from slotcar_sidecar.rpc.interceptors import Count, ErrorInterceptor
 
 _TRANSPORT_FACTOR = 4
@@ -30,20 +25,7 @@ class Rpc:
     """A server that is not bound or started yet, and its health."""
 
     server: aio.Server
-    health: health.HealthServicer
-
-
-class _Health(health.HealthServicer):  # type: ignore[misc]
-    """A watch ends when the server closes; gRPC would cancel it, and log that as a fault."""
-
-    def __init__(self, closing: asyncio.Event) -> None:
-        super().__init__()
-        self._closing = closing
-
-    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:  # noqa: N802
-        with contextlib.suppress(ShuttingDown):
-            async with ended_by(self._closing):
-                await super().Watch(request, context)
+    health: Health
 
 
 def make_server(cache: AdapterCache, max_message_bytes: int, heartbeat_seconds: float, count: Count) -> Rpc:
@@ -64,7 +46,7 @@ def make_server(cache: AdapterCache, max_message_bytes: int, heartbeat_seconds: 
     facts = ServerFacts(version("slotcar"), max_message_bytes, heartbeat_seconds)
     adapter_service_pb2_grpc.add_AdapterServiceServicer_to_server(AdapterService(cache, heartbeat_seconds), server)
     engine_service_pb2_grpc.add_EngineServiceServicer_to_server(EngineService(cache, facts, errors), server)
-    servicer = _Health(cache.closing)
+    servicer = Health(cache.closing)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     names = (
         adapter_service_pb2.DESCRIPTOR.services_by_name["AdapterService"].full_name,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
 import grpc
+from slotcar.v1 import adapter_pb2, adapter_service_pb2_grpc, engine_service_pb2_grpc, layout_pb2
 from slotcar.v1 import engine_service_pb2 as pb
-from slotcar.v1 import engine_service_pb2_grpc, layout_pb2
+from slotcar_client.config import client_version
 from slotcar_sidecar.core.errors import SlotcarError
 from slotcar_sidecar.rpc import status
 
@@ -35,6 +37,11 @@ class FakeEngine(engine_service_pb2_grpc.EngineServiceServicer):
         self.streams: list[threading.Event] = []
         self.epoch = "e1"
         self.max_message_bytes = 1 << 20
+        self.version = client_version()
+        self.holds: dict[str, dict[int, str]] = {}
+        self.slots = threading.Event()
+        self.slots.set()
+        self.queued = threading.Event()
 
     def named(self, method: str) -> list[Any]:
         return [request for name, request in self.calls if name == method]
@@ -51,12 +58,27 @@ class FakeEngine(engine_service_pb2_grpc.EngineServiceServicer):
         end = threading.Event()
         self.streams.append(end)
         context.add_callback(end.set)
-        layout = layout_pb2.Layout(version=self._version())
-        server = pb.ServerInfo(version="0", max_message_bytes=self.max_message_bytes)
-        yield pb.OpenSessionResponse(opened=pb.SessionOpened(session=session, server=server, layout=layout))
+        yield pb.OpenSessionResponse(opened=self._opened(session, request.ranks, request.reserved_slots))
         while not end.wait(0.02):
             layout = layout_pb2.Layout(version=self._version())
             yield pb.OpenSessionResponse(version=layout.version, layout=layout)
+
+    def JoinSession(self, request: pb.JoinSessionRequest, context: Any) -> Iterator[pb.JoinSessionResponse]:
+        self.calls.append(("JoinSession", request))
+        if request.session not in self.sessions:
+            self._abort(context, "SessionNotFound")
+        end = threading.Event()
+        self.streams.append(end)
+        context.add_callback(end.set)
+        yield pb.JoinSessionResponse(opened=self._opened(request.session, 2, 0))
+        end.wait()
+
+    def _opened(self, session: str, ranks: int, reserved_slots: int) -> pb.SessionOpened:
+        server = pb.ServerInfo(version=self.version, max_message_bytes=self.max_message_bytes, max_response_bytes=9)
+        layout = layout_pb2.Layout(version=self._version())
+        return pb.SessionOpened(
+            session=session, server=server, layout=layout, ranks=ranks, reserved_slots=reserved_slots
+        )
 
     def CloseSession(self, request: pb.CloseSessionRequest, context: Any) -> pb.CloseSessionResponse:
         self.calls.append(("CloseSession", request))
@@ -67,6 +89,9 @@ class FakeEngine(engine_service_pb2_grpc.EngineServiceServicer):
         self.calls.append(("SetMapping", request))
         if request.session not in self.sessions:
             self._abort(context, "SessionNotFound")
+        if request.HasField("wait"):
+            self.queued.set()
+            self.slots.wait(20)
         digests = []
         for entry in request.entries:
             name, _, digest = entry.ref.partition("@")
@@ -82,6 +107,31 @@ class FakeEngine(engine_service_pb2_grpc.EngineServiceServicer):
         self.calls.append(("ReleaseMapping", request))
         self.sessions.get(request.session, {}).pop(request.mapping_id, None)
         return pb.ReleaseMappingResponse()
+
+    def HoldAdapter(self, request: pb.HoldAdapterRequest, context: Any) -> pb.HoldAdapterResponse:
+        self.calls.append(("HoldAdapter", request))
+        if request.session not in self.sessions:
+            self._abort(context, "SessionNotFound")
+        name, _, digest = request.ref.partition("@")
+        if name not in self.adapters or digest not in ("", self.adapters[name]):
+            self._abort(context, "AdapterNotFound", request.ref)
+        self.holds.setdefault(request.session, {})[request.hold_id] = self.adapters[name]
+        return pb.HoldAdapterResponse(
+            digest=self.adapters[name], tier=request.tier or adapter_pb2.TIER_HOST, layout=self._version()
+        )
+
+    def ReleaseHold(self, request: pb.ReleaseHoldRequest, context: Any) -> pb.ReleaseHoldResponse:
+        self.calls.append(("ReleaseHold", request))
+        if request.session not in self.sessions:
+            self._abort(context, "SessionNotFound")
+        self.holds.get(request.session, {}).pop(request.hold_id, None)
+        return pb.ReleaseHoldResponse()
+
+    def Fence(self, request: pb.FenceRequest, context: Any) -> pb.FenceResponse:
+        self.calls.append(("Fence", request))
+        if request.session not in self.sessions:
+            self._abort(context, "SessionNotFound")
+        return pb.FenceResponse()
 
     def Forward(self, request: pb.ForwardRequest, context: Any) -> pb.ForwardResponse:
         try:
@@ -119,7 +169,7 @@ class FakeEngine(engine_service_pb2_grpc.EngineServiceServicer):
             raise errors.MappingNotFound(request.mapping_id)
         generation, digests = self.sessions[request.session][request.mapping_id]
         if generation != request.generation:
-            raise errors.LayoutStale("moved on", entries="all")
+            raise errors.LayoutStale("moved on", entries=("all",))
         outputs, x = [], None
         for item in request.items:
             x = item.x if item.HasField("x") else x
@@ -145,12 +195,21 @@ class EndStreamError(Exception):
 
 
 class FakeServer:
-    """Serves a FakeEngine on a unix socket in `folder`."""
+    """Serves a FakeEngine on a unix socket in `folder`; `start` serves it again after `stop`."""
 
-    def __init__(self, folder: Path, engine: FakeEngine) -> None:
+    def __init__(
+        self, folder: Path, engine: FakeEngine, adapters: adapter_service_pb2_grpc.AdapterServiceServicer | None = None
+    ) -> None:
         self.target = f"unix://{folder}/f.sock"
+        self._engine = engine
+        self._adapters = adapters
+        self.start()
+
+    def start(self) -> None:
         self._server = grpc.server(ThreadPoolExecutor(16))
-        engine_service_pb2_grpc.add_EngineServiceServicer_to_server(engine, self._server)
+        engine_service_pb2_grpc.add_EngineServiceServicer_to_server(self._engine, self._server)
+        if self._adapters is not None:
+            adapter_service_pb2_grpc.add_AdapterServiceServicer_to_server(self._adapters, self._server)
         self._server.add_insecure_port(self.target)
         self._server.start()
 
@@ -162,3 +221,10 @@ class FakeServer:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+def eventually(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

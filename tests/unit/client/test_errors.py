@@ -84,6 +84,13 @@ def test_retry_info_becomes_seconds() -> None:
     assert error.metadata == {"slots": "2"}
 
 
+def test_a_stream_says_when_to_try_again_as_a_call_does() -> None:
+    sent = error_pb2.Error(code=8, reason=error_pb2.ERROR_REASON_SLOTS_EXHAUSTED, message="all pinned")
+    assert errors.from_message(sent).retry_after_seconds is None
+    sent.retry_after.FromMilliseconds(1500)
+    assert errors.from_message(sent).retry_after_seconds == 1.5
+
+
 BY_STATUS = {
     grpc.StatusCode.UNAVAILABLE: errors.Unavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded,

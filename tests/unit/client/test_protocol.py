@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from slotcar.v1 import engine_service_pb2, layout_pb2, tensor_pb2
+from slotcar.v1 import adapter_pb2, engine_service_pb2, layout_pb2, tensor_pb2
 from slotcar_client import BASE, AuditFailed, CapacityExceeded, LayoutVersion, Mapping, RequestInvalid, protocol
-from slotcar_client.entries import parse_entries
+from slotcar_client.entries import Entries, parse_entries
+from slotcar_client.options import SessionOptions
+from slotcar_client.protocol import HoldWish, MappingWish
 
 A, B = "sha256:" + "a" * 64, "sha256:" + "b" * 64
 VERSION = layout_pb2.LayoutVersion(epoch="e1", generation=9)
@@ -22,21 +24,84 @@ def mapping(*entries: Any, digests: tuple[str, ...]) -> Mapping:
     return protocol.read_mapping(1, parse_entries(entries), set_answer(*digests))
 
 
-def test_open_request_carries_the_grace() -> None:
-    request = protocol.open_request("engine", "s1", None, 1.5)
-    assert (request.client_name, request.resume_session) == ("engine", "s1")
-    assert request.grace.ToMilliseconds() == 1500
+def test_open_request_carries_the_options() -> None:
+    options = SessionOptions("engine", grace_seconds=1.5, ranks=4, reserved_slots=2)
+    request = protocol.open_request(options, "s1", "0.1.0")
+    assert isinstance(request, engine_service_pb2.OpenSessionRequest)
+    assert (request.client_name, request.resume_session, request.client_version) == ("engine", "s1", "0.1.0")
+    assert (request.ranks, request.reserved_slots, request.grace.ToMilliseconds()) == (4, 2, 1500)
     assert not request.HasField("model_spec")
-    for seconds in (-1, 3601, float("nan")):
-        with pytest.raises(RequestInvalid):
-            protocol.open_request("engine", "", None, seconds)
+
+
+def test_a_rank_joins_whether_it_is_new_or_back() -> None:
+    for resume in ("", "s1"):
+        request = protocol.open_request(SessionOptions(join="s1", rank=3), resume, "0.1.0")
+        assert isinstance(request, engine_service_pb2.JoinSessionRequest)
+        assert (request.session, request.rank, request.client_version) == ("s1", 3, "0.1.0")
+
+
+@pytest.mark.parametrize(
+    ("field", "found"),
+    [
+        ("grace_seconds", -1),
+        ("grace_seconds", 3601),
+        ("grace_seconds", float("nan")),
+        ("ranks", 0),
+        ("ranks", 1025),
+        ("rank", -1),
+        ("reserved_slots", -1),
+        ("away", "base"),
+        ("away_seconds", -0.1),
+        ("away_seconds", float("nan")),
+    ],
+)
+def test_options_are_checked_at_once(field: str, found: Any) -> None:
+    with pytest.raises(RequestInvalid) as caught:
+        SessionOptions(**{field: found})
+    assert caught.value.metadata["field"] == field
 
 
 def test_mapping_request_has_a_target_per_entry() -> None:
-    request = protocol.mapping_request("s1", 3, ("sql", BASE))
+    wish = MappingWish(3, Entries(("sql", BASE), None))
+    request = protocol.mapping_request("s1", wish)
     assert [entry.WhichOneof("target") for entry in request.entries] == ["ref", "base"]
     assert request.entries[1].base
     assert (request.session, request.mapping_id, request.entries[0].ref) == ("s1", 3, "sql")
+    assert (request.load, request.HasField("wait")) == (False, False)
+
+
+def test_mapping_request_may_load_and_wait() -> None:
+    request = protocol.mapping_request("s1", MappingWish(3, Entries(("sql",), None), True, 2.5))
+    assert (request.load, request.wait.ToMilliseconds()) == (True, 2500)
+    for seconds in (-1, 3601, float("nan")):
+        with pytest.raises(RequestInvalid):
+            MappingWish(3, Entries((), None), False, seconds)
+
+
+def test_hold_request_says_how_long_and_where() -> None:
+    request = protocol.hold_request("s1", HoldWish(7, "sql", 1.5, True))
+    assert (request.session, request.hold_id, request.ref) == ("s1", 7, "sql")
+    assert (request.duration.ToMilliseconds(), request.tier) == (1500, adapter_pb2.TIER_DEVICE)
+    forever = protocol.hold_request("s1", HoldWish(7, "sql"))
+    assert (forever.HasField("duration"), forever.tier) == (False, adapter_pb2.TIER_HOST)
+    load = protocol.load_hold("s1", HoldWish(7, "sql", 1.5, True))
+    assert (load.session, load.hold_id, load.duration, load.tier) == ("s1", 7, request.duration, request.tier)
+    assert not protocol.load_hold("s1", HoldWish(7, "sql")).HasField("duration")
+
+
+@pytest.mark.parametrize(("hold_id", "seconds"), [(-1, None), (1 << 64, None), (1, 0.0), (1, 86401.0)])
+def test_a_hold_that_cannot_be_is_refused(hold_id: int, seconds: float | None) -> None:
+    with pytest.raises(RequestInvalid):
+        HoldWish(hold_id, "sql", seconds)
+
+
+def test_a_hold_of_another_digest_is_not_believed() -> None:
+    response = engine_service_pb2.HoldAdapterResponse(digest=A, tier=adapter_pb2.TIER_DEVICE)
+    assert protocol.read_hold("sql", response) == (f"sql@{A}", "device")
+    assert protocol.read_hold(f"sql@{A}", response) == (f"sql@{A}", "device")
+    for ref, found in ((f"sql@{B}", response), ("sql", engine_service_pb2.HoldAdapterResponse())):
+        with pytest.raises(AuditFailed):
+            protocol.read_hold(ref, found)
 
 
 def test_a_mapping_has_digests_by_what_the_caller_wrote() -> None:

@@ -105,7 +105,7 @@ def test_operators_verbs(client: Client, root: Path) -> None:
 
 
 def test_lists_are_paged_through(client: Client, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slotcar_client.client._PAGE_SIZE", 1)
+    monkeypatch.setattr("slotcar_client.verbs.PAGE_SIZE", 1)
     names = [f"copy-{index}" for index in range(5)]
     for name in names:
         client.load(name, root / "sql")

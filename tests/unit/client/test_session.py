@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import slotcar_client
 import torch
-from slotcar_client import BASE, Client, Session
+from slotcar.v1 import adapter_pb2
+from slotcar_client import BASE, Client, Mapping, Session
+from slotcar_client.config import client_version
+from slotcar_client.effects import Effect, Wait
 from slotcar_client.recovery import MAX_STEPS
 from slotcar_sidecar.core import errors as server_errors
 
-from tests.unit.client.fake_engine import A, B, EndStreamError, FakeEngine, FakeServer
+from tests.unit.client.fake_engine import A, B, EndStreamError, FakeEngine, FakeServer, eventually
 
 X = torch.arange(12.0).reshape(3, 4)
 STALE = server_errors.LayoutStale("stale", entries=("sql",))
@@ -38,13 +42,6 @@ def client(tmp_path: Path, engine: FakeEngine) -> Iterator[Client]:
 def session(request: pytest.FixtureRequest, client: Client) -> Iterator[Session]:
     with client.session("test", transport=request.param) as session:
         yield session
-
-
-def eventually(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_forward_answers_for_the_mapping(session: Session, engine: FakeEngine) -> None:
@@ -270,6 +267,32 @@ def test_the_answer_to_an_interrupted_call_is_nobodys(session: Session, engine: 
         assert torch.equal(session.forward({"q": X + value})["q"], X + value)
 
 
+def test_a_signal_handler_may_close_the_session_in_the_middle_of_a_call(session: Session, engine: FakeEngine) -> None:
+    session.set_mapping([("sql", 3)])
+    session.forward({"q": X})
+    engine.answer.clear()
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def close(*_: object) -> None:
+        session.close()
+        engine.answer.set()
+
+    before = signal.signal(signal.SIGUSR1, close)
+    try:
+        threading.Thread(
+            target=lambda: (
+                eventually(lambda: len(engine.named("Forward")) == 2),
+                signal.pthread_kill(main, signal.SIGUSR1),
+            )
+        ).start()
+        with contextlib.suppress(slotcar_client.SlotcarError):
+            session.forward({"q": X})
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert engine.sessions == {}
+
+
 def test_a_broken_stream_of_the_session_is_resumed_with_its_mappings(session: Session, engine: FakeEngine) -> None:
     session.set_mapping([("sql", 3)])
     before = session.session_id
@@ -417,6 +440,238 @@ def test_row_counts_that_are_none_are_refused(session: Session, counts: list[int
     session.set_mapping([("sql", 1)])
     with pytest.raises(slotcar_client.RequestInvalid):
         session.forward({"site": torch.zeros(1, 4)}, row_counts=counts)
+
+
+def test_set_mapping_sends_what_it_was_asked_for(session: Session, engine: FakeEngine) -> None:
+    session.set_mapping([("sql", 3)])
+    session.set_mapping([("sql", 3)], load=True, wait_seconds=1.5)
+    first, second = engine.named("SetMapping")
+    assert (first.load, first.HasField("wait")) == (False, False)
+    assert (second.load, second.wait.ToMilliseconds()) == (True, 1500)
+
+
+def test_a_queued_set_mapping_outlives_the_deadline_of_other_calls(tmp_path: Path, engine: FakeEngine) -> None:
+    with FakeServer(tmp_path, engine) as server, slotcar_client.connect(server.target, timeout_seconds=0.5) as client:
+        session = client.session()
+        engine.slots.clear()
+        threading.Timer(1.0, engine.slots.set).start()
+        assert session.set_mapping([("sql", 3)], wait_seconds=20.0).digests == {"sql": A}
+
+
+def test_other_calls_go_on_while_one_is_queued_and_close_ends_it(session: Session, engine: FakeEngine) -> None:
+    old = session.set_mapping([("sql", 3)])
+    engine.slots.clear()
+    ends: list[object] = []
+
+    def queue() -> None:
+        try:
+            ends.append(session.set_mapping([("chat", 3)], wait_seconds=3600.0))
+        except slotcar_client.SlotcarError as error:
+            ends.append(error)
+
+    thread = threading.Thread(target=queue)
+    thread.start()
+    assert engine.queued.wait(20)
+    session.forward({"q": X}, mapping=old)
+    assert ends == []
+    session.close()
+    thread.join(20)
+    engine.slots.set()
+    assert [type(end) for end in ends] == [slotcar_client.SessionClosed]
+
+
+@pytest.mark.parametrize("call", ["set_mapping", "forward", "hold", "fence"])
+def test_close_ends_a_call_that_waits_for_the_server(tmp_path: Path, engine: FakeEngine, call: str) -> None:
+    with FakeServer(tmp_path, engine) as server, slotcar_client.connect(server.target, timeout_seconds=20) as client:
+        session = client.session(away="wait", away_seconds=3600.0)
+        session.set_mapping([("sql", 3)])
+        server.stop()
+        waits, ends = threading.Event(), list[object]()
+        perform = session._perform
+
+        def seen(effect: Effect) -> Any:
+            if isinstance(effect, Wait) and threading.current_thread() is thread:
+                waits.set()
+            return perform(effect)
+
+        def wait() -> None:
+            calls = {
+                "set_mapping": lambda: session.set_mapping([("sql", 3)]),
+                "forward": lambda: session.forward({"q": X}),
+                "hold": lambda: session.hold("sql"),
+                "fence": session.fence,
+            }
+            try:
+                ends.append(calls[call]())
+            except slotcar_client.SlotcarError as error:
+                ends.append(error)
+
+        session._perform = seen  # type: ignore[method-assign]
+        thread = threading.Thread(target=wait)
+        thread.start()
+        assert waits.wait(20)
+        session.close()
+        thread.join(20)
+        assert [type(end) for end in ends] == [slotcar_client.SessionClosed]
+
+
+def test_a_call_that_waits_goes_on_when_the_server_is_back(tmp_path: Path, engine: FakeEngine) -> None:
+    with FakeServer(tmp_path, engine) as server, slotcar_client.connect(server.target, timeout_seconds=20) as client:
+        session = client.session(away="wait", away_seconds=3600.0)
+        session.set_mapping([("sql", 3)])
+        hold = session.hold("sql", hold_id=5)
+        server.stop()
+        engine.sessions.clear()
+        engine.epoch = "e2"
+        perform = session._perform
+
+        def back_on_wait(effect: Effect) -> Any:
+            if isinstance(effect, Wait):
+                session._perform = perform  # type: ignore[method-assign]
+                server.start()
+            return perform(effect)
+
+        session._perform = back_on_wait  # type: ignore[method-assign]
+        assert torch.equal(session.forward({"q": X})["q"], X)
+        assert [entry.ref for entry in engine.named("SetMapping")[-1].entries] == [f"sql@{A}"]
+        assert engine.holds[session.session_id] == {5: A}
+        assert session.recoveries["SESSION_NOT_FOUND"] == session.recoveries["HOLD"] == 1
+        session.release_hold(hold)
+        assert engine.holds[session.session_id] == {}
+
+
+def test_holds_are_released_at_the_end_of_their_block(session: Session, engine: FakeEngine) -> None:
+    with session.hold("sql", seconds=9.5, slot=True) as hold:
+        assert (hold.ref, hold.digest, hold.tier) == (f"sql@{A}", A, "device")
+        assert engine.holds[session.session_id] == {hold.hold_id: A}
+        request = engine.named("HoldAdapter")[0]
+        assert (request.duration.ToMilliseconds(), request.tier) == (9500, adapter_pb2.TIER_DEVICE)
+    session.release_hold(hold)
+    assert engine.holds[session.session_id] == {}
+    assert len(engine.named("ReleaseHold")) == 1
+
+
+def test_a_hold_ends_without_an_error_when_its_session_or_server_is_gone(tmp_path: Path, engine: FakeEngine) -> None:
+    with FakeServer(tmp_path, engine) as server, slotcar_client.connect(server.target, timeout_seconds=20) as client:
+        session = client.session()
+        with session.hold("sql"):
+            engine.sessions.clear()
+        with session.hold("sql"), session.hold("chat") as kept:
+            server.stop()
+        session.close()
+        session.release_hold(kept)
+
+
+def test_a_session_has_what_it_was_opened_with(client: Client, engine: FakeEngine) -> None:
+    with client.session("tp", ranks=2, reserved_slots=3) as session:
+        request = engine.named("OpenSession")[-1]
+        assert (request.ranks, request.reserved_slots) == (2, 3)
+        assert request.client_version == client_version()
+        assert (session.ranks, session.reserved_slots) == (2, 3)
+        assert session.server.max_response_bytes == 9
+        session.fence()
+        assert engine.named("Fence")[0].session == session.session_id
+
+
+def test_a_rank_computes_for_a_session_that_is_not_its_own(client: Client, engine: FakeEngine) -> None:
+    with client.session(ranks=2) as session:
+        session.set_mapping([(f"sql@{A}", 3)])
+        rank = client.join(session.session_id, 1)
+        request = engine.named("JoinSession")[0]
+        assert (request.session, request.rank, request.client_version) == (session.session_id, 1, client_version())
+        assert (rank.rank, rank.ranks, rank.session_id) == (1, 2, session.session_id)
+        assert rank.layout.version.epoch == "e1"
+        rank.set_mapping([(f"sql@{A}", 3)])
+        rank.forward({"q": X})
+        session.set_mapping([(f"sql@{A}", 3)])
+        session.forward({"q": X})
+        assert [request.rank for request in engine.named("Forward")] == [1, 0]
+        rank.close()
+        assert engine.named("CloseSession") == []
+        with pytest.raises(slotcar_client.SessionClosed):
+            rank.forward({"q": X})
+
+
+def test_a_rank_maps_again_but_never_opens(client: Client, engine: FakeEngine) -> None:
+    with client.session(ranks=2) as session, client.join(session.session_id, 1) as rank:
+        rank.set_mapping([(f"sql@{A}", 3)])
+        engine.script = [STALE]
+        rank.forward({"q": X})
+        assert rank.recoveries == {"LAYOUT_STALE": 1}
+        engine.sessions.clear()
+        with pytest.raises(slotcar_client.SessionNotFound):
+            rank.forward({"q": X})
+        assert len(engine.named("OpenSession")) == 1
+    with pytest.raises(slotcar_client.SessionNotFound):
+        client.join("no-such-session", 1)
+
+
+def test_a_rank_whose_place_was_taken_does_not_take_it_back(client: Client, engine: FakeEngine) -> None:
+    with client.session(ranks=2) as session, client.join(session.session_id, 1) as rank:
+        engine.streams[-1].set()
+        stream = rank._stream
+        assert stream is not None
+        stream.join(20)
+        assert stream.ended
+        assert len(engine.named("JoinSession")) == 1
+
+
+@pytest.mark.parametrize("version", ["", "0.1.0", "0.0.7", "0.2.0"])
+def test_neighbouring_versions_work_together(client: Client, engine: FakeEngine, version: str) -> None:
+    engine.version = version
+    with client.session() as session:
+        assert session.server.version == version
+
+
+@pytest.mark.parametrize("version", ["0.9.0", "1.0.0", "garbage", "0"])
+def test_other_versions_are_refused_and_their_session_is_closed(
+    client: Client, engine: FakeEngine, version: str
+) -> None:
+    engine.version = version
+    with pytest.raises(slotcar_client.VersionMismatch) as caught:
+        client.session()
+    assert caught.value.metadata == {"found": version, "wanted": client_version()}
+    assert engine.sessions == {}
+    assert len(engine.named("CloseSession")) == 1
+    eventually(lambda: not [t for t in threading.enumerate() if t.name == "slotcar-session"])
+
+
+def test_the_versions_that_are_tested_are_neighbours_of_this_one() -> None:
+    assert client_version().startswith("0.1.")
+
+
+def test_on_stale_may_refuse_and_the_session_goes_on(client: Client, engine: FakeEngine) -> None:
+    told: list[tuple[Mapping, str]] = []
+
+    def on_stale(mapping: Mapping, error: slotcar_client.SlotcarError) -> None:
+        told.append((mapping, error.metadata["entries"]))
+        if len(told) == 1:
+            raise RuntimeError("repeat the step")
+
+    with client.session(on_stale=on_stale) as session:
+        mapping = session.set_mapping([("sql", 3)])
+        engine.script = [STALE, STALE]
+        with pytest.raises(RuntimeError, match="repeat the step"):
+            session.forward({"q": X})
+        assert len(engine.named("SetMapping")) == 1
+        session.forward({"q": X})
+        assert told == [(mapping, "sql"), (mapping, "sql")]
+        assert session.recoveries == {"LAYOUT_STALE": 1}
+
+
+def test_on_stale_may_use_the_session(client: Client, engine: FakeEngine) -> None:
+    with client.session(on_stale=lambda *_: opened.close()) as opened:
+        opened.set_mapping([("sql", 3)])
+        engine.script = [STALE]
+        with pytest.raises(slotcar_client.SessionClosed):
+            opened.forward({"q": X})
+
+
+def test_an_unknown_setting_is_refused(client: Client) -> None:
+    with pytest.raises(TypeError, match="gracefully"):
+        client.session(gracefully=True)  # type: ignore[call-arg]
+    with pytest.raises(slotcar_client.RequestInvalid):
+        client.session(away="base")  # type: ignore[arg-type]
 
 
 def test_a_child_process_is_told_to_connect_again(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
