@@ -79,7 +79,7 @@ MUTANTS = (
     Mutant(
         "write without waiting for readers",
         f"{CACHE}/loads.py",
-        "            state.marks.when_unread(slot, lambda: unread.set_result(None))\n            await unread\n",
+        "            state.marks.when_unread(slot, lambda: unread.done() or unread.set_result(None))\n            await unread\n",
         "            unread.set_result(None)\n            await unread\n",
         f"{CACHE_STEPS}::test_a_fill_waits_for_the_kernel_that_reads_its_slot",
     ),

@@ -27,6 +27,7 @@ def test_500_histories() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(3600)
 def test_5000_histories() -> None:
     run(5000)
 

@@ -252,6 +252,28 @@ async def test_what_two_share_is_not_taken_from_a_reservation_when_one_lets_go()
     map_names(bench, session, "b")
 
 
+async def test_a_replace_that_joins_a_load_protects_no_more_than_the_others_slots() -> None:
+    """Its old version and the slot under way are two, of which only one is not reserved."""
+    bench = make_bench(3)
+    for name in ("a", "b"):
+        await loaded(bench, name, name)
+    open_session(bench, reserved_slots=2)
+    loading = start_load(bench, "d", "d")
+    await settle()
+    bench.load_pool.run_one()
+    await settle()
+    bench.source.contents["/b"] = "d"
+    joining = start_load(bench, "b", "d", replace=True)
+    await settle()
+    bench.load_pool.run_one(1)
+    await settle()
+    bench.cache.check_integrity()
+    first, second = await finish(bench, loading, joining)
+    assert first.resident.slot is not None
+    assert isinstance(second, SlotsExhausted)
+    assert bench.cache.residency.names.digest_of(ref("b")) == digest_of("b")
+
+
 async def test_a_call_inside_its_reservation_waits_for_nobody() -> None:
     bench = make_bench(2)
     for name in ("a", "b"):

@@ -131,10 +131,11 @@ class Loads:
         # A forced unload may free the slot between the end of the fill and the waking of the load: then once more.
         while digest in self._fills or state.layout.find(digest) is None:
             resident = False
-            if digest not in self._fills:
-                state.residency.slots.check(Demand(str(name), claim.party, state.residency.pins, 1))
-                self.begin(weights, name)
             state.residency.claim(digest, claim)
+            fills = int(digest not in self._fills)
+            state.residency.slots.check(Demand(str(name), claim.party, state.residency.pins, fills))
+            if fills:
+                self.begin(weights, name)
             await self.filled(digest)
         return resident
 
@@ -156,7 +157,7 @@ class Loads:
         start = state.now()
         try:
             unread = asyncio.get_running_loop().create_future()
-            state.marks.when_unread(slot, lambda: unread.set_result(None))
+            state.marks.when_unread(slot, lambda: unread.done() or unread.set_result(None))
             await unread
             observer.load_stage("wait", state.now() - start)
             start = state.now()

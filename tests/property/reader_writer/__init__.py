@@ -6,11 +6,11 @@ atomic steps is a transition, so whoever does not step is paused. The table of s
     reader   sent ─▶ marked ─▶ checked ─▶ launched ─▶ read ─▶ read ─▶ checked again, delivered or discarded, unmarked
     writer   publishes filling ─▶ sees no mark ─▶ begins to write ─▶ ends ─▶ publishes occupied
 
-What the kernel reads is one step for each read, after the launch has returned. A reader in the client's process
+What a kernel reads is one step for each read, after its launch has returned. A reader in the client's process
 (Plane.DIRECT) has no mark: it checks the words of the memory that it has mapped, which stays as it was when its
-process dies.
+process dies. A check is one step: whatever order its words are read in, each is read after the last read of the slot.
 
-Steps are sequentially consistent, as I2 demands of mark→check and publish→wait; what a store buffer would do is what
-the rules `marks_first` and `publishes_before_waiting` exclude. An idle mapping that loses its pins stands for an ended
-session too: after that the client may do less, nothing more.
+Steps are sequentially consistent, as I2 demands. What a store buffer would do is what `marks_first` and
+`publishes_before_waiting` exclude, what a missing load fence would do is what `checks_again_after_completion` excludes.
+An idle mapping that loses its pins stands for an ended session too: after that a client may do less, nothing more.
 """

@@ -76,7 +76,7 @@ class Model:
         """What a step breaks."""
         yield from step.broken
         before, after = s.layout, step.after.layout
-        if before != after and before.epoch == after.epoch and before.generation >= after.generation:
+        if before is not after and before.epoch == after.epoch and before.generation >= after.generation:
             yield "I3"
 
 
