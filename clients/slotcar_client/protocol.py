@@ -118,6 +118,12 @@ def read_hold(ref: str, response: engine_service_pb2.HoldAdapterResponse) -> tup
     return f"{name}@{response.digest}", convert.tier(response.tier)
 
 
+def read_load_hold(ref: str, response: adapter_service_pb2.LoadAdapterResponse) -> tuple[str, str]:
+    """The same of the hold that came with a load."""
+    answer = engine_service_pb2.HoldAdapterResponse(digest=response.adapter.digest, tier=response.hold_tier)
+    return read_hold(ref, answer)
+
+
 def read_mapping(mapping_id: int, entries: Entries, response: engine_service_pb2.SetMappingResponse) -> Mapping:
     """The mapping that was set. Raises AuditFailed when the answer is not one for `entries`."""
     found = [entry.digest for entry in response.entries]

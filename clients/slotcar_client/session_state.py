@@ -228,14 +228,13 @@ class SessionState:
     def load_held(
         self, request: adapter_service_pb2.LoadAdapterRequest, seconds: float | None, slot: bool, make: Make[HeldT]
     ) -> Plan[HeldT]:
-        """Loads and holds in one step; then holds by digest, because only that answer says what is held."""
+        """Loads and holds in one step."""
         wish = HoldWish(self._holds.own_id(), request.ref, seconds, slot)
 
         def attempt() -> Plan[tuple[str, str]]:
             request.hold.CopyFrom(protocol.load_hold(self.session_id, wish))
             response: adapter_service_pb2.LoadAdapterResponse = yield Call(request)
-            ref = f"{response.adapter.name}@{response.adapter.digest}"
-            return (yield from self._hold(HoldWish(wish.hold_id, ref, seconds, slot)))
+            return protocol.read_load_hold(request.ref, response)
 
         held = make(wish.hold_id, *(yield from self._recovered(attempt)))
         self._holds.add(held, wish, self.session_id)

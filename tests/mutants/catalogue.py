@@ -79,8 +79,8 @@ MUTANTS = (
     Mutant(
         "write without waiting for readers",
         f"{CACHE}/loads.py",
-        "            state.marks.when_unread(slot, lambda: unread.done() or unread.set_result(None))\n            await unread\n",
-        "            unread.set_result(None)\n            await unread\n",
+        "            state.marks.when_unread(slot, unread.set)\n",
+        "            unread.set()\n",
         f"{CACHE_STEPS}::test_a_fill_waits_for_the_kernel_that_reads_its_slot",
     ),
     Mutant(
@@ -155,6 +155,14 @@ MUTANTS = (
         "        self.reserved[session] = count\n",
         "        pass\n",
         f"{HOLDS}::test_what_is_reserved_is_never_taken",
+    ),
+    Mutant(
+        "joins without asking for room",
+        f"{CACHE}/loads.py",
+        "            state.residency.slots.check(Demand(str(name), claim.party, state.residency.pins, fills))\n",
+        "            if fills:\n"
+        "                state.residency.slots.check(Demand(str(name), claim.party, state.residency.pins, fills))\n",
+        f"{HOLDS}::test_a_replace_that_joins_a_load_protects_no_more_than_the_others_slots",
     ),
     Mutant(
         "newcomers overtake",

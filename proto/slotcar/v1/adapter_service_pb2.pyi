@@ -215,8 +215,11 @@ class LoadAdapterResponse(_message.Message):
     REPORT_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     ALREADY_RESIDENT_FIELD_NUMBER: _builtins.int
+    HOLD_TIER_FIELD_NUMBER: _builtins.int
     already_resident: _builtins.bool
     """The bytes were in a slot already and nothing was written."""
+    hold_tier: _adapter_pb2.Tier.ValueType
+    """What the hold that was asked for keeps: TIER_DEVICE with its slot, or TIER_HOST. Unspecified without a hold."""
     @_builtins.property
     def adapter(self) -> _adapter_pb2.Adapter:
         """The adapter, with its sites."""
@@ -236,10 +239,11 @@ class LoadAdapterResponse(_message.Message):
         report: _adapter_pb2.LoadReport | None = ...,
         layout: _layout_pb2.LayoutVersion | None = ...,
         already_resident: _builtins.bool = ...,
+        hold_tier: _adapter_pb2.Tier.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "layout", b"layout", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "already_resident", b"already_resident", "layout", b"layout", "report", b"report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "already_resident", b"already_resident", "hold_tier", b"hold_tier", "layout", b"layout", "report", b"report"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

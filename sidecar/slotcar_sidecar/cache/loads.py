@@ -94,14 +94,15 @@ class Loads:
             else:
                 already_resident = residency.readable_slot(adapter.digest) is not None
             residency.bind(adapter, binding)
+            hold = None
             if call.hold is not None:
                 state.sessions.get(call.hold.owner.session)
-                residency.hold(call.hold, AdapterRef(name, adapter.digest), state.now())
+                hold = residency.hold(call.hold, AdapterRef(name, adapter.digest), state.now())
         finally:
             for digest in claimed:
                 residency.unclaim(digest, claim)
             state.publish()
-        return Loaded(residency.describe(AdapterRef(name)), state.model, state.layout, already_resident)
+        return Loaded(residency.describe(AdapterRef(name)), state.model, state.layout, already_resident, hold)
 
     async def _check(self, weights: HostAdapter) -> None:
         """Whether it can be computed is known before anything is evicted. Raises AdapterInvalid."""
@@ -156,9 +157,9 @@ class Loads:
         state, observer = self._state, self._state.environment.observer
         start = state.now()
         try:
-            unread = asyncio.get_running_loop().create_future()
-            state.marks.when_unread(slot, lambda: unread.done() or unread.set_result(None))
-            await unread
+            unread = asyncio.Event()
+            state.marks.when_unread(slot, unread.set)
+            await unread.wait()
             observer.load_stage("wait", state.now() - start)
             start = state.now()
             await state.run(state.environment.load_pool, state.device.fill, slot, weights)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from slotcar_sidecar.core.adapter import Adapter
 from slotcar_sidecar.core.errors import CapacityExceeded, RequestInvalid, SlotcarError
 from slotcar_sidecar.core.forward import ForwardItem, check_items, output_bytes
-from slotcar_sidecar.core.holds import HoldTerms
+from slotcar_sidecar.core.holds import Hold, HoldTerms
 from slotcar_sidecar.core.ids import AdapterRef, SessionId
 from slotcar_sidecar.core.layout import Layout, SlotState
 from slotcar_sidecar.core.model import ModelSpec
@@ -42,12 +42,13 @@ class LoadCall:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The name with its adapter, the model it was checked against, and the layout at which it is there."""
+    """The name with its adapter, the model it was checked against, the layout at which it is there, and its hold."""
 
     resident: Resident
     model: ModelSpec | None
     layout: Layout
     already_resident: bool
+    hold: Hold | None
 
 
 @dataclass(frozen=True, slots=True)

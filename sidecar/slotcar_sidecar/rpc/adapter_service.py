@@ -47,7 +47,9 @@ class AdapterService(adapter_service_pb2_grpc.AdapterServiceServicer):
             convert.to_in_slot("target_tier", request.target_tier),
             convert.to_hold(request.hold, "hold.") if request.HasField("hold") else None,
         )
-        return pb.LoadAdapterResponse(**self._loaded(await self._cache.load(call)))
+        loaded = await self._cache.load(call)
+        hold_tier = convert.from_hold_tier(loaded.hold) if loaded.hold else adapter_pb2.TIER_UNSPECIFIED
+        return pb.LoadAdapterResponse(**self._loaded(loaded), hold_tier=hold_tier)
 
     async def LoadAdapterStream(
         self, request_iterator: AsyncIterator[pb.LoadAdapterStreamRequest], context: Context

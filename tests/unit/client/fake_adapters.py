@@ -86,7 +86,8 @@ class FakeAdapters(adapter_service_pb2_grpc.AdapterServiceServicer):
     def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Any) -> pb.LoadAdapterResponse:
         self.calls.append(request)
         name = request.ref.partition("@")[0]
-        return pb.LoadAdapterResponse(adapter=adapter_pb2.Adapter(name=name, digest=A), layout=VERSION)
+        adapter = adapter_pb2.Adapter(name=name, digest=A)
+        return pb.LoadAdapterResponse(adapter=adapter, layout=VERSION, hold_tier=request.hold.tier)
 
     def LoadAdapterStream(
         self, request_iterator: Iterator[pb.LoadAdapterStreamRequest], context: Any
