@@ -51,6 +51,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _EXPIRY_SECONDS = 0.25
 _QUIET_SECONDS = 0.5
 _CLOSE_SECONDS = 2.0
+_SNAPSHOT_SECONDS = 5.0
 
 
 class StartError(Exception):
@@ -135,7 +136,7 @@ def _make_cache(config: Config, metrics: Metrics, resources: contextlib.ExitStac
             raise StartError(error.message) from error
         _log.info("model", extra={"fields": {"sites": len(model.sites), "slot_bytes": device.slot_bytes()}})
     metrics.build(version=version("slotcar"), epoch=str(layout.epoch), device="cpu", slot_dtype=config.dtype)
-    metrics.watch(functools.partial(_snapshot, cache))
+    metrics.watch(functools.partial(_read_snapshot, asyncio.get_running_loop(), cache))
     return cache
 
 
@@ -151,7 +152,12 @@ def read_model(config: Config) -> ModelSpec | None:
     return None
 
 
-def _snapshot(cache: AdapterCache) -> Snapshot:
+def _read_snapshot(loop: asyncio.AbstractEventLoop, cache: AdapterCache) -> Snapshot:
+    """The cache's owner is one thread; scrapes come in others."""
+    return asyncio.run_coroutine_threadsafe(_snapshot(cache), loop).result(_SNAPSHOT_SECONDS)
+
+
+async def _snapshot(cache: AdapterCache) -> Snapshot:
     residency = cache.residency
     pins = sum(len(owners) for owners in residency.pins.owners.values())
     return Snapshot(residency.layout, cache.capacity(), pins, len(residency.holds))

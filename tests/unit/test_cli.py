@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import pty
+import select
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import termios
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
+import slotcar_client
 from click.testing import CliRunner, Result
-from slotcar_sidecar import cli, console
+from slotcar_sidecar import cli, tables
 from slotcar_sidecar.config import Config, ConfigError, parse_address, parse_size, unknown_variables
 
 from tests.adapters import make_adapter, tiny_llama
@@ -145,7 +156,7 @@ def test_every_verb_as_a_person_reads_it(sidecar: SidecarProcess) -> None:
     for arguments, words in (
         (("estimate", source), ("fits", "rank 4")),
         (("load", "sql", source), ("sql loaded", "2 sites with weights")),
-        (("load", "sql", source), ("is resident already",)),
+        (("load", "sql", source), ("is there already",)),
         (("show", "sql"), ("sha256:", "self_attn.q_proj")),
         (("list",), ("NAME", "sql", "1 occupied")),
         (("unload", "sql"), ("its slot is free",)),
@@ -204,8 +215,272 @@ def test_doctor_says_what_is_there(sidecar: SidecarProcess) -> None:
     assert lonely["sidecar"]["state"] == "note"
 
 
+# Sessions, capacity, uploads
+
+
+@pytest.fixture
+def engine(sidecar: SidecarProcess) -> Iterator[slotcar_client.Session]:
+    """A session with a name that looks like markup, one mapping, a hold of a slot and one of bytes."""
+    with slotcar_client.connect(sidecar.target) as client:
+        client.load("sql", sidecar.root / "sql")
+        client.load("red", sidecar.root / "[red]x", tier="host")
+        with client.session("my [red]engine", reserved_slots=1) as session:
+            session.set_mapping(["sql", slotcar_client.BASE])
+            session.hold("sql", hold_id=9, seconds=90, slot=True)
+            session.hold("red", hold_id=10)
+            yield session
+        client.unload("sql")
+        client.unload("red")
+
+
+def test_sessions_say_who_pins_which_slot(sidecar: SidecarProcess, engine: slotcar_client.Session) -> None:
+    short = engine.session_id[:8]
+    (session,) = answer(sidecar, "sessions")
+    assert (session["session"], session["client_name"], session["reserved_slots"]) == (short, "my [red]engine", 1)
+    assert [(m["mapping_id"], m["slots"], m["pinned"], m["current"]) for m in session["mappings"]] == [
+        (1, [0], True, True)
+    ]
+    assert [(hold["hold_id"], hold["tier"]) for hold in session["holds"]] == [(9, "device"), (10, "host")]
+    shown = call(sidecar, "sessions").output
+    assert f"my [red]engine {short}: hold 9, mapping 1" in shown
+    assert "1 min 30 s" in shown
+    assert "until released" in shown
+    assert f"my [red]engine {short}: hold 9, mapping 1" in call(sidecar, "list").output
+    pins = answer(sidecar, "list")["pins"]
+    assert [(pin["slot"], pin["session"], pin["owner"], pin["owner_id"]) for pin in pins] == [
+        (0, short, "hold", 9),
+        (0, short, "mapping", 1),
+    ]
+
+
+def test_list_shows_slots_that_drain(sidecar: SidecarProcess, engine: slotcar_client.Session) -> None:
+    assert "drains" in call(sidecar, "unload", "sql").output
+    (row,) = [line for line in call(sidecar, "list").output.splitlines() if "(draining)" in line]
+    assert row.endswith(f"my [red]engine {engine.session_id[:8]}: hold 9, mapping 1")
+    assert call(sidecar, "load", "sql", str(sidecar.root / "sql")).exit_code == 0
+
+
+def test_end_ends_a_session_once(sidecar: SidecarProcess, engine: slotcar_client.Session) -> None:
+    short = engine.session_id[:8]
+    assert call(sidecar, "end", short).exit_code == 0
+    again = call(sidecar, "end", short)
+    assert again.exit_code == 1
+    assert short in again.stderr
+    assert json.loads(call(sidecar, "end", short, "--json").stdout)["error"]["reason"] == "SESSION_NOT_FOUND"
+    assert answer(sidecar, "sessions") == []
+    assert "no session" in call(sidecar, "sessions").output
+
+
+def test_capacity(sidecar: SidecarProcess, engine: slotcar_client.Session) -> None:
+    capacity = answer(sidecar, "capacity")
+    assert (capacity["slots"], capacity["slots_pinned"], capacity["slots_reserved"]) == (2, 1, 1)
+    shown = call(sidecar, "capacity").output
+    assert "1 pinned, 1 reserved, 1 available" in shown
+    assert "of it held" in shown
+
+
+def test_a_load_stops_in_memory_or_sends_a_folder(sidecar: SidecarProcess, tmp_path: Path) -> None:
+    assert answer(sidecar, "load", "sql", str(sidecar.root / "sql"), "--tier", "host")["adapter"]["tier"] == "host"
+    assert "tier host" in call(sidecar, "load", "sql", "--tier", "host").output
+    elsewhere = shutil.copytree(sidecar.root / "sql", tmp_path / "elsewhere")
+    assert call(sidecar, "load", "sent", str(elsewhere)).exit_code == 1
+    sent = answer(sidecar, "load", "sent", str(elsewhere), "--upload")
+    assert sent["digest"] == answer(sidecar, "show", "sql")["digest"]
+    assert call(sidecar, "load", "sent", "--upload").exit_code == 2
+    assert call(sidecar, "load", "sent", str(tmp_path), "--upload").exit_code == 1
+    assert call(sidecar, "load", "sql", "--tier", "disk").exit_code == 2
+    for name in ("sql", "sent"):
+        assert call(sidecar, "unload", name).exit_code == 0
+
+
+# Events and watch, as processes: they end by signals, and by what happens to a pipe or a server
+
+
+def start(sidecar: SidecarProcess, *arguments: str, **streams: Any) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "slotcar_sidecar", *arguments]
+    environment = os.environ | {"SLOTCAR_TARGET": sidecar.target}
+    return subprocess.Popen(
+        command, env=environment, **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
+    )
+
+
+def ended(process: subprocess.Popen[bytes]) -> tuple[int, bytes, bytes]:
+    """The exit code and what was printed, when it ends."""
+    out, err = process.communicate(timeout=30)
+    return process.returncode, out, err
+
+
+def test_past_events_are_printed_and_selected(sidecar: SidecarProcess) -> None:
+    assert call(sidecar, "load", "sql", str(sidecar.root / "sql")).exit_code == 0
+    assert call(sidecar, "load", "nothing", "/etc").exit_code == 1
+    assert call(sidecar, "unload", "sql").exit_code == 0
+    lines = call(sidecar, "events", "--json").stdout.splitlines()
+    assert [json.loads(line)["kind"] for line in lines][-4:] == ["loaded", "refused", "unloaded", "freed"]
+    (line,) = call(sidecar, "events", "--replay", "3", "--kind", "refused").stdout.splitlines()
+    assert "SOURCE_DENIED" in line
+    assert call(sidecar, "events", "--replay", "0").stdout == ""
+    assert call(sidecar, "events", "--kind", "nonsense").exit_code == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_following_events_ends_with_a_signal(sidecar: SidecarProcess, number: signal.Signals) -> None:
+    process = start(sidecar, "events", "-f", "--json", "--replay", "0", "--kind", "loaded", "--kind", "refused")
+    assert process.stdout is not None
+    while True:  # until it listens
+        call(sidecar, "load", "nothing", "/etc")
+        if select_readable(process.stdout.fileno()):
+            break
+    assert json.loads(process.stdout.readline())["kind"] == "refused"
+    process.send_signal(number)
+    code, _, err = ended(process)
+    assert (code, err) == (0, b"")
+
+
+def select_readable(descriptor: int) -> bool:
+
+    return bool(select.select([descriptor], [], [], 0.2)[0])
+
+
+def test_a_reader_that_has_seen_enough_ends_the_stream(sidecar: SidecarProcess) -> None:
+    call(sidecar, "load", "nothing", "/etc")
+    for arguments in (("events", "-f"), ("events", "--json"), ("watch",), ("watch", "--json"), ("list",)):
+        process = start(sidecar, *arguments)
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(30) == 0, arguments
+        assert process.stderr is not None
+        assert process.stderr.read() == b"", arguments
+        process.stderr.close()
+
+
+def test_events_and_watch_when_the_server_goes_and_comes(tmp_path: Path, sidecar: SidecarProcess) -> None:
+    with SidecarProcess(tmp_path, sidecar.root) as server:
+        events, watch = start(server, "events", "--follow"), start(server, "watch", "--json", "--interval", "0.2")
+        plain = start(server, "watch", "--interval", "0.2")
+        assert watch.stdout is not None
+        before = json.loads(watch.stdout.readline())
+        assert (before["state"], before["capacity"]["slots"]) == ("up", 2)
+        server.kill()
+        code, out, err = ended(events)
+        assert (code, out) == (1, b"")
+        assert b"UNAVAILABLE" in err
+        assert json.loads(watch.stdout.readline())["state"] == "away"
+        server.start()
+        after = json.loads(watch.stdout.readline())
+        assert after["state"] == "up"
+        assert after["layout"]["version"]["epoch"] != before["layout"]["version"]["epoch"]
+        call(server, "load", "nothing", "/etc")
+        (refused,) = json.loads(watch.stdout.readline())["events"]
+        assert (refused["kind"], refused["name"]) == ("refused", "nothing")
+        for process in (watch, plain):
+            process.send_signal(signal.SIGINT)
+        assert ended(watch)[0] == 0
+        code, out, err = ended(plain)
+        assert (code, err) == (0, b"")
+        text = out.decode()
+        assert text.index(before["layout"]["version"]["epoch"]) < text.index("away: ")
+        assert text.index("away: ") < text.index(after["layout"]["version"]["epoch"])
+
+
+def on_terminal(sidecar: SidecarProcess, columns: int, *arguments: str) -> tuple[int, str]:
+    """Runs the command on a terminal so wide, ends it with Ctrl-C once it has shown all that it wants to show."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+    command = [sys.executable, "-c", _WITH_TERMINAL, *arguments]
+    environment = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES", "NO_COLOR")}
+    environment |= {"SLOTCAR_TARGET": sidecar.target, "TERM": "xterm"}
+    process = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
+    os.close(theirs)
+    shown = b""
+    try:
+        while chunk := os.read(ours, 65536):
+            shown += chunk
+            if not select_readable(ours) and b"SLOT" in shown.upper():
+                os.write(ours, b"\x03")
+    except OSError:  # what a terminal says when its other end is closed
+        pass
+    os.close(ours)
+    return process.wait(30), shown.decode()
+
+
+_WITH_TERMINAL = """
+import fcntl, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+from slotcar_sidecar.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("columns", [40, 200])
+def test_watch_on_a_terminal_until_ctrl_c(
+    sidecar: SidecarProcess, engine: slotcar_client.Session, columns: int
+) -> None:
+    code, shown = on_terminal(sidecar, columns, "watch")
+    assert code == 0
+    assert "Traceback" not in shown
+    assert sidecar.target[: columns - 1] in shown
+    assert "my [red]engine" in shown
+    assert ("hold 9, mapping 1" in shown) == (columns == 200)
+    assert shown.rindex("\x1b[?1049l") > shown.rindex("\x1b[?1049h")  # the terminal is as it was
+
+
+def test_lists_on_a_narrow_terminal_lose_nothing(sidecar: SidecarProcess, engine: slotcar_client.Session) -> None:
+    for verb in ("list", "sessions"):
+        code, shown = on_terminal(sidecar, 40, verb)
+        assert code == 0
+        assert "…" not in shown
+        assert f"pinned by my [red]engine {engine.session_id[:8]}: hold 9, mapping 1" in shown
+
+
+# Completion
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_completion_script_is_one_of_the_shell(shell: str) -> None:
+    result = invoke("completion", shell)
+    assert result.exit_code == 0
+    assert "_SLOTCAR_COMPLETE" in result.stdout
+    path = shutil.which(shell)
+    if path is not None:
+        option = "--no-execute" if shell == "fish" else "-n"
+        subprocess.run([path, option], input=result.stdout, text=True, check=True, timeout=30)
+    assert shell != "bash" or path is not None, "the suite needs bash"
+
+
+def completed(words: str, target: str, *more: str) -> list[str]:
+    """What the shell would offer for the last word."""
+    variables = {"_SLOTCAR_COMPLETE": "bash_complete", "COMP_WORDS": words, "SLOTCAR_TARGET": target}
+    count = len(words.split(" ")) - 1
+    command = [sys.executable, "-c", "from slotcar_sidecar.cli import main; main(prog_name='slotcar')", *more]
+    environment = os.environ | variables | {"COMP_CWORD": str(count)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stderr == ""
+    return [line.partition(",")[2] for line in done.stdout.splitlines()]
+
+
+def test_names_and_sessions_are_completed(sidecar: SidecarProcess, engine: slotcar_client.Session) -> None:
+    assert completed("slotcar unload s", sidecar.target) == ["sql"]
+    assert completed("slotcar show ", sidecar.target) == ["red", "sql"]
+    assert completed("slotcar end ", sidecar.target) == [engine.session_id[:8]]
+    assert completed(f"slotcar show --target {sidecar.target} s", "unix:///nobody") == ["sql"]
+    assert {"watch", "release"} & set(completed("slotcar w", sidecar.target)) == {"watch"}
+
+
+def test_completion_is_silent_without_a_server() -> None:
+    assert completed("slotcar show s", "unix:///nobody") == []
+    assert completed("slotcar show s", "nonsense") == []
+
+
+def test_human_seconds() -> None:
+    assert [tables.human_seconds(n) for n in (0.4, 59, 60, 90, 3600, 7320)] == [
+        "0 s", "59 s", "1 min 0 s", "1 min 30 s", "1 h 0 min", "2 h 2 min",
+    ]  # fmt: skip
+
+
 def test_human_bytes() -> None:
-    assert [console.human_bytes(n) for n in (0, 1023, 1536, 5 << 20, 1 << 45)] == [
+    assert [tables.human_bytes(n) for n in (0, 1023, 1536, 5 << 20, 1 << 45)] == [
         "0 B", "1023 B", "1.5 KiB", "5.0 MiB", "32.0 TiB",
     ]  # fmt: skip
 

@@ -186,6 +186,29 @@ def test_a_time_beyond_its_bounds_is_refused(seconds: float) -> None:
         terms(SessionId("s"), seconds=seconds)
 
 
+async def test_a_slot_that_drains_for_a_hold_under_way_can_be_taken() -> None:
+    """The hold wants the bytes alone, so the slot is nobody's though its digest is not forgotten."""
+    bench = make_bench(1)
+    session = open_session(bench)
+    await loaded(bench, "a", "a")
+    map_names(bench, session, "a")
+    bench.cache.unload(ref("a"), force=False)
+    bench.cache.tiers.host.drop(digest_of("a"))
+    holding = start_hold(bench, session, by_digest("a", "a"))
+    await settle()
+    bench.cache.release_mapping(session, 0)
+    assert bench.cache.layout.in_state(SlotState.DRAINING)
+    taking = start_load(bench, "b", "b")
+    await settle()
+    bench.load_pool.run_one(1)
+    await settle()
+    assert bench.cache.layout.in_state(SlotState.FILLING)
+    bench.cache.check_integrity()
+    hold, _ = await finish(bench, holding, taking)
+    assert isinstance(hold, AdapterNotFound), "nothing of the session had it when the hold took effect"
+    bench.cache.check_integrity()
+
+
 # Slots
 
 

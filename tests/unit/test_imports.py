@@ -21,7 +21,7 @@ ROOTS = ("proto", "kernels", "sidecar", "clients")
 PACKAGES = {"slotcar": "proto", "slotcar_kernels": "kernels", "slotcar_client": "clients"}
 
 # Modules of the command line beside cli.py; together they are one layer.
-COMMAND_LINE = {"cli", "console", "doctor"}
+COMMAND_LINE = {"calls", "cli", "completion", "console", "doctor", "tables", "verbs", "watch"}
 
 SIDECAR = {"core", "store", "device", "cache", "rpc", "ring", "ops", "config"}
 MAY_IMPORT: dict[str, set[str]] = {

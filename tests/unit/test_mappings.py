@@ -12,6 +12,7 @@ from slotcar_sidecar.core.errors import (
     CapacityExceeded,
     LayoutStale,
     MappingNotFound,
+    ModelUnknown,
     RequestInvalid,
     SessionNotFound,
     ShuttingDown,
@@ -204,6 +205,13 @@ async def test_a_session_that_ends_in_the_middle_of_the_load_leaves_nothing() ->
     assert isinstance(result, SessionNotFound)
     bench.cache.check_integrity()
     assert not bench.cache.residency.pins.pinned()
+
+
+async def test_nothing_is_made_resident_before_the_model_is_known() -> None:
+    bench = make_bench(1, model=None)
+    await loaded(bench, "a", "a", in_slot=False)
+    with pytest.raises(ModelUnknown):
+        await mapped(bench, open_session(bench), "a", load=True)
 
 
 # Waiting

@@ -118,6 +118,8 @@ class Mappings:
             digests = {ref.digest for ref in absent}
             asked = zip(call.refs, wanted, strict=True)
             raise AdapterNotResident(*dict.fromkeys(ref for ref, found in asked if found and found.digest in digests))
+        if absent and self._state.model is None:
+            raise ModelUnknown
         residency.slots.check(residency.demand(call.owner, wanted, turn))
         return None if absent else self._install(session, call, wanted)
 
@@ -236,16 +238,24 @@ class Mappings:
     # Holds
 
     async def hold(self, terms: HoldTerms, ref: AdapterRef) -> Hold:
-        """Keeps the adapter's bytes, and its slot if it is asked for and reserved, from leaving."""
-        return await self._state.outliving(self._hold(terms, ref))
+        """Keeps the adapter's bytes, and its slot if it is asked for and reserved, from leaving.
 
-    async def _hold(self, terms: HoldTerms, ref: AdapterRef) -> Hold:
+        One step when all of it is there; else what is missing is loaded first.
+        """
         state, residency, owner = self._state, self._state.residency, terms.owner
         state.sessions.get(owner.session)
         state.limits.check_holds(len(residency.holds.of_session(owner.session)), is_new=not residency.holds.get(owner))
         wanted = residency.resolve([ref], owner.session)[0]
         assert wanted is not None
-        digest = _digest(wanted)
+        needs_slot = terms.slot and residency.may_hold_slot(owner, _digest(wanted))
+        if state.tiers.from_host(_digest(wanted)) and (not needs_slot or not residency.absent([wanted])):
+            hold = residency.hold(terms, wanted, state.now())
+            state.publish()
+            return hold
+        return await state.outliving(self._load_and_hold(terms, wanted))
+
+    async def _load_and_hold(self, terms: HoldTerms, wanted: AdapterRef) -> Hold:
+        state, residency, owner, digest = self._state, self._state.residency, terms.owner, _digest(wanted)
         claims = [Claim(owner.session, slot=False, bytes=True), Claim(owner.session)]
         residency.claim(digest, claims[0])
         try:

@@ -8,7 +8,7 @@ Every change is a new table with the next generation. A change that writes a slo
      ├──────release─────────┘◀─────release────┘    └─────revive─────┘ │
      └───────────────────────release, invalidate──────────────────────┘
 
-An occupied slot that is taken for another digest goes straight to filling.
+A slot that is taken for another digest goes straight to filling.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Layout:
         return all(self.slots[slot].mod_generation <= generation for slot in slots)
 
     def begin_fill(self, slot: SlotId, digest: Digest) -> Layout:
-        return self._changed(slot, {SlotState.FREE, SlotState.OCCUPIED}, SlotState.FILLING, digest, writes=True)
+        return self._changed(slot, set(SlotState) - {SlotState.FILLING}, SlotState.FILLING, digest, writes=True)
 
     def occupy(self, slot: SlotId) -> Layout:
         return self._changed(slot, {SlotState.FILLING}, SlotState.OCCUPIED, self.slots[slot].digest)

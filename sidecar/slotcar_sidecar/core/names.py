@@ -22,6 +22,7 @@ class Names:
         self._by_digest: dict[Digest, set[AdapterName]] = {}
         self._known_as: dict[Digest, set[AdapterName]] = {}
         self._adapters: dict[Digest, Adapter] = {}
+        self._without_source: set[Digest] = set()
         self._kept: set[AdapterName] = set()
 
     @property
@@ -83,9 +84,9 @@ class Names:
             return self._adapters[ref.digest].source
         raise AdapterNotFound(ref)
 
-    def without_source(self) -> set[Digest]:
+    def without_source(self) -> frozenset[Digest]:
         """Digests that could not be read again: their bytes must stay."""
-        return {digest for digest, adapter in self._adapters.items() if not adapter.source}
+        return frozenset(self._without_source)
 
     # Changes
 
@@ -118,6 +119,10 @@ class Names:
         self._known_as.setdefault(digest, set()).add(name)
         self._adapters[digest] = adapter if adapter.source else self._adapters.get(digest, adapter)
         self._sources[name] = source or known or self._adapters[digest].source
+        if self._adapters[digest].source:
+            self._without_source.discard(digest)
+        else:
+            self._without_source.add(digest)
         return before if before != digest else None
 
     def unbind(self, name: AdapterName) -> None:
@@ -141,6 +146,7 @@ class Names:
     def forget(self, digest: Digest) -> bool:
         """Nothing refers to the digest any more; False if it was not known."""
         self._known_as.pop(digest, None)
+        self._without_source.discard(digest)
         return self._adapters.pop(digest, None) is not None
 
     def _unname(self, digest: Digest, name: AdapterName) -> None:
@@ -159,3 +165,4 @@ class Names:
             assert name in self._known_as[digest], name
         assert {name for names in self._by_digest.values() for name in names} == self._digests.keys()
         assert self._known_as.keys() == self._adapters.keys()
+        assert self._without_source == {digest for digest, each in self._adapters.items() if not each.source}

@@ -187,7 +187,7 @@ class Slots:
         """Begins to fill a slot with the digest; returns it with the digest that gives way. The room was checked."""
         protected = self.protectors()
         candidates = self.layout.in_state(SlotState.FREE) or [
-            slot for slot in self.layout.in_state(SlotState.OCCUPIED) if slot not in protected
+            slot for slot in self.layout.in_state(*READABLE) if slot not in protected
         ]
         slot = least_recently_used(candidates, self._last_used)
         assert slot is not None

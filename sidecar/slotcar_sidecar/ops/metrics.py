@@ -93,7 +93,7 @@ class Metrics:
 
 
 class _Gauges(Collector):
-    """Reads published values, so that a scrape never waits for the owner and never sees half a change."""
+    """Reads one snapshot per scrape, so that its values are of one moment."""
 
     def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
         self._snapshot = snapshot

@@ -25,6 +25,7 @@ FREE, FILLING, OCCUPIED, DRAINING = SlotState
 TABLE = {
     (FREE, "begin_fill"): (FILLING, B, True),
     (OCCUPIED, "begin_fill"): (FILLING, B, True),
+    (DRAINING, "begin_fill"): (FILLING, B, True),
     (FILLING, "occupy"): (OCCUPIED, A, False),
     (OCCUPIED, "drain"): (DRAINING, A, False),
     (DRAINING, "revive"): (OCCUPIED, A, False),
