@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-_VERSION = re.compile(r"(0|[1-9][0-9]{0,5})\.(0|[1-9][0-9]{0,5})(?:[.+a-z-].{0,40})?", re.ASCII)
+_NUMBER = "(0|[1-9][0-9]{0,5})"
+_VERSION = re.compile(rf"{_NUMBER}\.{_NUMBER}\.{_NUMBER}([.+a-z-][0-9a-z.+-]{{0,40}})?")
 WANTED = "the same major number and a minor number that differs by at most 1"
 
 

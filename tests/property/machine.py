@@ -8,14 +8,9 @@ bytes of the digests that its mapping reported.
 
 from __future__ import annotations
 
-import asyncio
-from dataclasses import dataclass
-from typing import Any
-
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, precondition, rule
 from slotcar_sidecar.core.calls import ForwardCall, LoadCall, MappingCall
-from slotcar_sidecar.core.errors import Reason, SlotcarError
 from slotcar_sidecar.core.forward import ForwardItem
 from slotcar_sidecar.core.holds import HoldTerms
 from slotcar_sidecar.core.ids import AdapterName, AdapterRef, SessionId
@@ -24,110 +19,27 @@ from slotcar_sidecar.core.pins import HoldOwner
 from slotcar_sidecar.core.residency import OnConflict
 from slotcar_sidecar.core.session import SessionTerms
 
-from tests.fakes.parts import IDLE_SECONDS, SITE, Bench, at_once, make_bench, settle, vector
-from tests.property.oracle import Sent, check_answer, check_everything, check_progress
-
-NAMES = ("a", "b", "c", "d")
-VERSIONS = ("1", "2")
-SLOTS = 3
-GRACE_SECONDS = 10.0
-WAIT_SECONDS = 20.0
-HOLD_SECONDS = 5.0
+from tests.fakes.parts import IDLE_SECONDS, SITE, at_once, settle, vector
+from tests.property.oracle import Sent
+from tests.property.world import GRACE_SECONDS, HOLD_SECONDS, NAMES, VERSIONS, WAIT_SECONDS, Asked, World
 
 names = st.sampled_from(NAMES)
 versions = st.sampled_from(VERSIONS)
 entries = st.lists(st.one_of(st.none(), names), max_size=3)
 
-LOAD_ERRORS = {
-    Reason.ADAPTER_CONFLICT, Reason.SLOTS_EXHAUSTED, Reason.ADAPTER_NOT_FOUND, Reason.REQUEST_INVALID,
-    Reason.SESSION_NOT_FOUND, Reason.DIGEST_MISMATCH,
-}  # fmt: skip
-MAPPING_ERRORS = {
-    Reason.ADAPTER_NOT_FOUND, Reason.ADAPTER_NOT_RESIDENT, Reason.SLOTS_EXHAUSTED, Reason.SESSION_NOT_FOUND,
-    Reason.MAPPING_NOT_FOUND, Reason.REQUEST_INVALID, Reason.DIGEST_MISMATCH, Reason.SHUTTING_DOWN,
-}  # fmt: skip
 
-
-@dataclass
-class Asked:
-    """A SetMapping or a hold on its way; nobody hears the answer to one whose reply is lost."""
-
-    task: asyncio.Task[Any]
-    session: SessionId
-    lost: bool = False
-
-
-class CacheMachine(RuleBasedStateMachine):
+class CacheMachine(World):
     """Each rule is one step of one actor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.loop = asyncio.new_event_loop()
-        self.lives = 0
-        self.sessions: list[SessionId] = []
-        self.known: list[tuple[SessionId, Mapping]] = []
-        self.digests: dict[tuple[SessionId, int, int], tuple[str, ...]] = {}
-        self.start_again()
-
-    def start_again(self) -> None:
-        """A new life of the server: nothing of the old one is there but what clients remember of it."""
-        self.lives += 1
-        self.bench: Bench = self.run(self._make())
-        self.sessions = []
-        self.forwards: list[Sent] = []
-        self.loads: list[asyncio.Task[Any]] = []
-        self.asked: list[Asked] = []
-        self.fences: list[tuple[asyncio.Task[None], tuple[asyncio.Task[Any], ...]]] = []
-        self.generation = 0
-
-    async def _make(self) -> Bench:
-        bench = make_bench(SLOTS, life=self.lives)
-        for name in NAMES:
-            bench.source.contents[f"/{name}"] = f"{name}1"
-        return bench
-
-    def run(self, work: Any) -> Any:
-        return self.loop.run_until_complete(work)
-
-    def teardown(self) -> None:
-        """Whatever happened, all of it comes to an end, and then every slot can be filled."""
-        self.finish_all()
-        cache = self.bench.cache
-        for session in tuple(cache.sessions):
-            cache.close_session(session.session_id)
-        self.finish_all()
-        self.everything_holds()
-        for tasks in (self.forwards, self.loads, self.asked, self.fences):
-            assert not tasks
-        assert not cache.residency.pins.pinned()
-        assert not len(cache.residency.holds)
-        assert not cache.residency.slots.reserved
-        for name in cache.residency.names:
-            cache.unload(AdapterRef(name), force=False)
-        assert cache.capacity().available == SLOTS
-        assert cache.capacity().host_bytes[2] == 0
-        for name in NAMES[:SLOTS]:
-            self.load_at_once(name, OnConflict.FAIL)
-        assert cache.capacity().pinned == 0
-        self.everything_holds()
-        self.loop.close()
-
-    def finish_all(self) -> None:
-        pools = (self.bench.load_pool, self.bench.compute_pool)
-        self.run(settle())
-        while any(pool.jobs for pool in pools):
-            for pool in pools:
-                if pool.jobs:
-                    pool.run_one()
-            self.run(settle())
 
     @initialize(entries=st.permutations(["a", "b", "c"]))
     def start_busy(self, entries: list[str]) -> None:
-        """Every slot is taken and mapped: the states worth looking at are few steps from here."""
+        """Every slot is taken and mapped by one of two engines: the hard states are few steps from here."""
         for name in entries:
             self.load_at_once(name, OnConflict.FAIL)
-        self.open_session(reserved_slots=0, ranks=1)
-        self._map_now(self.sessions[0], 0, [AdapterRef(AdapterName(name)) for name in entries])
+        self.load_at_once("d", OnConflict.FAIL, in_slot=False)
+        for mapped in (entries[:2], entries[2:]):
+            self.open_session(reserved_slots=0, ranks=1)
+            self._map_now(self.sessions[-1], 0, [AdapterRef(AdapterName(name)) for name in mapped])
 
     # Operators
 
@@ -151,13 +63,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.loads.append(self.loop.create_task(self.bench.cache.load(call)))
 
     @rule(name=names, on_conflict=st.sampled_from(OnConflict))
-    def load_at_once(self, name: str, on_conflict: OnConflict) -> None:
-        call = LoadCall(AdapterRef(AdapterName(name)), f"/{name}", on_conflict)
-        self.loads.append(self.loop.create_task(self.bench.cache.load(call)))
-        self.run(settle())
-        while self.bench.load_pool.jobs:
-            self.bench.load_pool.run_one()
-            self.run(settle())
+    def load_whole(self, name: str, on_conflict: OnConflict) -> None:
+        self.load_at_once(name, on_conflict)
 
     @precondition(lambda self: self.loads)
     @rule(data=st.data())
@@ -184,15 +91,18 @@ class CacheMachine(RuleBasedStateMachine):
         }
         self.attempt(verbs[verb])
 
-    @precondition(lambda self: self.lives < 3)
-    @rule()
-    def kill_and_restart(self) -> None:
+    @precondition(lambda self: self.lives < 2)
+    @rule(entries=st.permutations(["a", "b", "c"]), really=st.sampled_from((False, False, False, True)))
+    def kill_and_restart(self, entries: list[str], really: bool) -> None:
+        if not really:
+            return
         for task in (*self.loads, *(sent.task for sent in self.forwards), *(asked.task for asked in self.asked)):
             task.cancel()
         for fence, _ in self.fences:
             fence.cancel()
         self.finish_all()
         self.start_again()
+        self.start_busy(entries)
 
     # Sessions
 
@@ -268,6 +178,19 @@ class CacheMachine(RuleBasedStateMachine):
         self.asked.append(Asked(self.loop.create_task(work), session_id, lost))
 
     @precondition(lambda self: self.sessions)
+    @rule(data=st.data(), wanted=st.lists(names, min_size=2, max_size=3, unique=True), mapping_id=st.integers(0, 1))
+    def want_what_others_have(self, data: st.DataObject, wanted: list[str], mapping_id: int) -> None:
+        """More than is free, and patience."""
+        session_id = data.draw(st.sampled_from(self.sessions))
+        refs = tuple(self.refs_for(session_id, list(wanted)))
+        work = self.bench.cache.set_mapping(MappingCall(session_id, mapping_id, refs, True, WAIT_SECONDS))
+        self.asked.append(Asked(self.loop.create_task(work), session_id))
+        self.run(settle())
+        while self.bench.load_pool.jobs and data.draw(st.booleans()):
+            self.bench.load_pool.run_one()
+            self.run(settle())
+
+    @precondition(lambda self: self.sessions)
     @rule(data=st.data(), name=names, hold_id=st.integers(0, 1), slot=st.booleans(), timed=st.booleans())
     def hold(self, data: st.DataObject, name: str, hold_id: int, slot: bool, timed: bool) -> None:
         session_id = data.draw(st.sampled_from(self.sessions))
@@ -290,12 +213,6 @@ class CacheMachine(RuleBasedStateMachine):
     def release_mapping(self, data: st.DataObject) -> None:
         session_id, mapping = data.draw(st.sampled_from(self.known))
         self.attempt(lambda: self.bench.cache.release_mapping(session_id, mapping.mapping_id))
-
-    def learn(self, session_id: SessionId, mapping: Mapping) -> None:
-        """A client hears of a mapping. I10: whoever hears of one generation of it hears of the same digests."""
-        key = (session_id, mapping.mapping_id, mapping.generation)
-        assert self.digests.setdefault(key, mapping.digests) == mapping.digests, "I10"
-        self.known.append((session_id, mapping))
 
     # Forwards
 
@@ -354,48 +271,3 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def end_a_kernel(self, data: st.DataObject) -> None:
         self.bench.compute_pool.run_one(data.draw(st.integers(0, len(self.bench.compute_pool.jobs) - 1)))
-
-    # What holds after every step
-
-    def attempt(self, step: Any) -> Any:
-        try:
-            return step()
-        except SlotcarError:
-            return None
-
-    @invariant()
-    def everything_holds(self) -> None:
-        self.run(settle())
-        cache = self.bench.cache
-        assert cache.layout.generation >= self.generation, "I3"
-        self.generation = cache.layout.generation
-        check_everything(self.bench)
-        check_progress(self.bench)
-        self.take_answers()
-        self.sessions = [session.session_id for session in cache.sessions]
-        ended = [known for known in self.known if known[0] not in self.sessions]
-        self.known = ended[-2:] + [known for known in self.known if known[0] in self.sessions]
-
-    def take_answers(self) -> None:
-        for sent in [sent for sent in self.forwards if sent.task.done()]:
-            self.forwards.remove(sent)
-            check_answer(sent)
-        for asked in [asked for asked in self.asked if asked.task.done()]:
-            self.asked.remove(asked)
-            answer = self.answer(asked.task, MAPPING_ERRORS)
-            if isinstance(answer, Mapping) and not asked.lost:
-                self.learn(asked.session, answer)
-        for task in [task for task in self.loads if task.done()]:
-            self.loads.remove(task)
-            self.answer(task, LOAD_ERRORS)
-        for fence, before in [each for each in self.fences if each[0].done()]:
-            self.fences.remove((fence, before))
-            assert fence.cancelled() or all(task.done() for task in before), "Fence"
-
-    def answer(self, task: asyncio.Task[Any], allowed: set[Reason]) -> Any:
-        if task.cancelled():
-            return None
-        error = task.exception()
-        if isinstance(error, SlotcarError):
-            assert error.reason in allowed, error
-        return None if error is not None else task.result()

@@ -54,17 +54,18 @@ def check_progress(bench: Bench) -> None:
     raise AssertionError(f"{call} waits for nothing")
 
 
-def check_answer(sent: Sent) -> None:
-    """I8: what a Forward read is what its mapping reported, or it was refused."""
+def check_answer(sent: Sent) -> str:
+    """I8: what a Forward read is what its mapping reported, or it was refused. Says how it ended."""
     if sent.task.cancelled():
-        return
+        return "abandoned"
     error = sent.task.exception()
     if error is not None:
         assert isinstance(error, SlotcarError), error
         assert error.reason in FORWARD_ERRORS, error
-        return
+        return str(error.reason)
     computed = sent.task.result()
     assert computed.layout.is_current(sent.mapping.slots, sent.mapping.generation), "I2, the second check"
     assert computed.layout.epoch == sent.mapping.epoch, "I3"
     read = bytes(computed.outputs[0].data).decode().split("\n") if sent.mapping.entries else []
     assert tuple(read) == sent.mapping.digests == computed.digests, "I8"
+    return "OK"

@@ -5,9 +5,23 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
+from slotcar_sidecar.core.events import EventKind
 
 from tests.fakes.parts import digest_of
-from tests.property.machine import NAMES, VERSIONS, CacheMachine
+from tests.property.machine import CacheMachine
+from tests.property.oracle import FORWARD_ERRORS
+from tests.property.world import NAMES, VERSIONS
+
+HARD_STATES = {
+    "a call that waited is served or refused",
+    "a fill waits for a reader",
+    "a server of a later life",
+    "a slot is held",
+    "two calls wait",
+    *(kind.value for kind in EventKind),
+    *(f"Forward: {ending}" for ending in ("OK", "abandoned", *(reason.value for reason in FORWARD_ERRORS))),
+    *(f"refused: {reason}" for reason in ("SLOTS_EXHAUSTED", "MAPPING_NOT_FOUND", "ADAPTER_CONFLICT")),
+}
 
 
 def run(examples: int) -> None:
@@ -23,7 +37,11 @@ def run(examples: int) -> None:
 
 
 def test_500_histories() -> None:
+    """And they reach the states that are hard to get right."""
+    CacheMachine.reached.clear()
     run(500)
+    print(CacheMachine.reached)
+    assert {state for state in HARD_STATES if not CacheMachine.reached[state]} == set()
 
 
 @pytest.mark.full
