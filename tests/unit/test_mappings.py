@@ -352,6 +352,32 @@ async def test_a_later_mapping_of_the_same_id_is_not_undone_by_an_earlier_one_th
     assert pinned(bench, session) == second.slots
 
 
+async def test_a_refused_call_takes_nothing_from_one_of_its_mapping_that_waits() -> None:
+    bench = await bench_with(2, "a", "b", "c")
+    one, two = open_session(bench), open_session(bench)
+    map_names(bench, two, "c")
+    waiting = start_map(bench, one, "a", "b", load=True, wait_seconds=60.0)
+    await settle()
+    with pytest.raises(SlotsExhausted):
+        map_names(bench, one, "b")
+    bench.cache.release_mapping(two, 0)
+    (mapping,) = await finish(bench, waiting)
+    assert pinned(bench, one) == mapping.slots
+
+
+async def test_a_call_that_waits_ends_when_its_mapping_is_set_otherwise() -> None:
+    bench = await bench_with(2, "a", "b", "c")
+    one, two = open_session(bench), open_session(bench)
+    map_names(bench, two, "c")
+    waiting = start_map(bench, one, "a", "b", load=True, wait_seconds=60.0)
+    await settle()
+    mapping = map_names(bench, one, "c")
+    await settle()
+    assert isinstance(waiting.exception(), MappingNotFound)
+    assert pinned(bench, one) == mapping.slots
+    assert bench.cache.capacity().waiting == 0
+
+
 async def test_a_server_that_closes_ends_what_waits() -> None:
     bench = await bench_with(1, "a", "b")
     map_names(bench, open_session(bench), "b")

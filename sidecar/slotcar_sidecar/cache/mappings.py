@@ -53,7 +53,6 @@ class Mappings:
         state, turn = self._state, object()
         self._check(call)
         deadline = state.now() + call.wait_seconds
-        self._withdraw(call.owner, unless=call.refs)
         self._calls[turn] = call
         try:
             while True:
@@ -76,7 +75,7 @@ class Mappings:
                 state.publish()
 
     def _withdraw(self, owner: MappingOwner, unless: Wanted | None = None) -> None:
-        """Calls under way for the owner end without effect: their mapping is released, or wanted otherwise now."""
+        """Calls under way for the owner end without effect: their mapping is released, or was set otherwise now."""
         for turn, call in tuple(self._calls.items()):
             if call.owner == owner and call.refs != unless:
                 del self._calls[turn]
@@ -136,6 +135,7 @@ class Mappings:
     def _install(self, session: Session, call: MappingCall, wanted: Wanted) -> Mapping:
         residency, layout = self._state.residency, self._state.layout
         entries = residency.entries(wanted)
+        self._withdraw(call.owner, unless=call.refs)
         if layout.generation <= session.last_generation:
             # A generation names one mapping of the session, so that a Forward that was sent for the mapping before
             # can never be taken for one of this.
