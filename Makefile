@@ -6,6 +6,9 @@ PYTHON ?= python3
 PIP_FLAGS ?=
 # More options for pytest, such as -k NAME or -x.
 PYTEST_FLAGS ?=
+# How long `make soak` runs, and more options for it, such as --seed 7.
+MINUTES ?= 10
+SOAK_FLAGS ?=
 # More options for `slotcar demo`.
 DEMO_FLAGS ?=
 
@@ -20,15 +23,15 @@ export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints/dev.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # Each xdist worker owns one core; two OpenMP threads on a busy core make kernels many times slower.
-test test-full: export OMP_NUM_THREADS := 1
-test test-full: export OMP_WAIT_POLICY := PASSIVE
+test test-full soak: export OMP_NUM_THREADS := 1
+test test-full soak: export OMP_WAIT_POLICY := PASSIVE
 test test-full demo: export TOKENIZERS_PARALLELISM := false
 # No test and no demo may fetch a model from anywhere.
 test test-full demo: export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-full lint format proto docs golden bench train-adapters lock apt build clean
+.PHONY: help install demo test test-full soak lint format proto docs golden bench train-adapters lock apt build clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | \
@@ -54,6 +57,9 @@ test: $(INSTALLED) ## Run the fast part of every suite, under ten minutes on two
 
 test-full: $(INSTALLED) ## Run every suite that needs no GPU, the long ones too
 	$(BIN)/pytest -n 2 -m 'not gpu' $(PYTEST_FLAGS)
+
+soak: $(INSTALLED) ## Kill clients and servers for MINUTES (10) and recompute every row offline
+	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(SOAK_FLAGS)
 
 lint: $(INSTALLED) ## Check style, types, the API and that docs/api.md is fresh
 	$(BIN)/ruff check .

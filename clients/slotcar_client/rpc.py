@@ -29,7 +29,6 @@ _OPTIONS = (
     # A new client connects at once, whatever another one of this process found a moment ago.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
     # A server that is gone without a word is noticed while a call or a session's stream is open.
     ("grpc.keepalive_time_ms", 10_000),

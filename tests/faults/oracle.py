@@ -81,13 +81,30 @@ class Library:
         return out
 
     def wrong_rows(
-        self, digests: Sequence[str], row_counts: Sequence[int], site: str, x: torch.Tensor, found: torch.Tensor
+        self,
+        digests: Sequence[str],
+        row_counts: Sequence[int],
+        site: str,
+        x: torch.Tensor,
+        found: torch.Tensor,
+        base: torch.Tensor | None = None,
     ) -> list[int]:
-        """The rows of `found` that are not, within the tolerance of their dtype, what the digests compute."""
-        truth = self.rows(digests, row_counts, site, x)
+        """The rows of `found` that are not, within the tolerance of their dtype, `base` + what the digests compute.
+
+        Without `base`, the deltas alone. Rows of the base model must have the bits of `base`, or of zeros.
+        """
+        plain = torch.zeros_like(found) if base is None else base
+        truth = self.rows(digests, row_counts, site, x) + plain.double()
         relative, absolute = TOLERANCES[found.dtype]
         close = torch.isclose(found.double(), truth, rtol=relative, atol=absolute).all(dim=1)
-        return [row for row, good in enumerate(close.tolist()) if not good]
+        untouched = (_bits(found) == _bits(plain)).all(dim=1)
+        uses_adapter = [bool(digest) for digest, count in zip(digests, row_counts, strict=True) for _ in range(count)]
+        good = torch.where(torch.tensor(uses_adapter, dtype=torch.bool), close, untouched)
+        return [row for row, right in enumerate(good.tolist()) if not right]
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    return values.contiguous().view(torch.int16 if values.element_size() == 2 else torch.int32)
 
 
 def spec_file(folder: Path, sites: Sites) -> Path:

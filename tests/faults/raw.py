@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -35,6 +35,17 @@ def refusal(error: grpc.RpcError) -> Refusal:
     return Refusal(error.code(), "", {})
 
 
+def duration(seconds: float) -> duration_pb2.Duration:
+    value = duration_pb2.Duration()
+    value.FromNanoseconds(int(seconds * 1e9))
+    return value
+
+
+def entries(refs: Iterable[str]) -> list[pb.MappingEntry]:
+    """An empty ref is the base model."""
+    return [pb.MappingEntry(ref=ref) if ref else pb.MappingEntry(base=True) for ref in refs]
+
+
 def tensor(values: np.ndarray) -> tensor_pb2.TensorRef:
     """A float32 [rows, columns] array as it travels."""
     data = np.ascontiguousarray(values, dtype=np.float32)
@@ -52,6 +63,8 @@ class RawEngine:
     def __init__(self, target: str) -> None:
         # Channels of one process to one target share a connection by default.
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
+        # A server that is back is found at once.
+        options += [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 500)]
         address = target.replace("unix://", "unix:").removeprefix("tcp://")
         self.channel = grpc.insecure_channel(address, options=options)
         self.engine = engine_service_pb2_grpc.EngineServiceStub(self.channel)
@@ -60,22 +73,29 @@ class RawEngine:
         self.epoch = ""
         self.stream: Any = None
 
-    def open(self, grace_seconds: float = 30.0, resume: str = "") -> str:
+    def open(self, grace_seconds: float = 30.0, resume: str = "", *, ranks: int = 1, reserved_slots: int = 0) -> str:
         """Opens a session and returns its id."""
-        grace = duration_pb2.Duration()
-        grace.FromNanoseconds(int(grace_seconds * 1e9))
-        self.stream = self.engine.OpenSession(
-            pb.OpenSessionRequest(client_name="raw", grace=grace, resume_session=resume)
-        )
+        request = pb.OpenSessionRequest(client_name="raw", resume_session=resume, grace=duration(grace_seconds))
+        request.ranks, request.reserved_slots = ranks, reserved_slots
+        self.stream = self.engine.OpenSession(request)
         first = next(self.stream)
         self.session, self.epoch = first.opened.session, first.version.epoch
         return self.session
 
-    def map(self, *refs: str, mapping_id: int = 1) -> pb.SetMappingResponse:
+    def map(
+        self, *refs: str, mapping_id: int = 1, load: bool = False, wait_seconds: float = 0.0
+    ) -> pb.SetMappingResponse:
         """Sets a mapping; an empty ref is the base model."""
-        entries = [pb.MappingEntry(ref=ref) if ref else pb.MappingEntry(base=True) for ref in refs]
-        request = pb.SetMappingRequest(session=self.session, mapping_id=mapping_id, entries=entries)
+        request = pb.SetMappingRequest(session=self.session, mapping_id=mapping_id, entries=entries(refs), load=load)
+        request.wait.CopyFrom(duration(wait_seconds))
         return self.engine.SetMapping(request, timeout=CALL_SECONDS)
+
+    def hold(self, ref: str, hold_id: int = 1, seconds: float | None = None) -> pb.HoldAdapterResponse:
+        """Holds an adapter's bytes, None until they are released."""
+        request = pb.HoldAdapterRequest(session=self.session, hold_id=hold_id, ref=ref)
+        if seconds is not None:
+            request.duration.CopyFrom(duration(seconds))
+        return self.engine.HoldAdapter(request, timeout=CALL_SECONDS)
 
     def request(
         self, generation: int, row_counts: Sequence[int], inputs: Mapping[str, np.ndarray], mapping_id: int = 1
@@ -96,6 +116,9 @@ class RawEngine:
         """The answers to requests that are sent all at once."""
         sent = iter([pb.ForwardStreamRequest(forward=request) for request in requests])
         return list(self.engine.ForwardStream(sent, timeout=CALL_SECONDS))
+
+    def close_session(self) -> None:
+        self.engine.CloseSession(pb.CloseSessionRequest(session=self.session), timeout=CALL_SECONDS)
 
     def close(self) -> None:
         if self.stream is not None:

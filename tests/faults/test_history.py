@@ -1,11 +1,12 @@
 """Random clients against one real server: every Forward that was answered is recomputed offline from its digests.
 
-Threads with a client each load, replace, unload, force, keep, map and compute on few slots, without any order between
-them; others send whatever generation they ever saw. What each of them did is a trace: its seed and its steps.
+Threads with a client each load, replace, unload, force, keep, hold, map, wait and compute on few slots, without any
+order between them; others send whatever generation they ever saw. What each did is a trace: its seed and its steps.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -19,7 +20,7 @@ import grpc
 import pytest
 import slotcar_client
 import torch
-from slotcar_client import Client, Session, SlotcarError
+from slotcar_client import Client, Hold, Session, SlotcarError, SlotsExhausted
 
 from tests.faults.oracle import Library, spec_file
 from tests.faults.raw import CALL_SECONDS, RawEngine, array, refusal
@@ -36,7 +37,7 @@ VERSIONS = (1, 2)
 FEATURES = 512
 SITES = {f"layer.{index}": (FEATURES, FEATURES) for index in range(4)}
 OPERATORS = frozenset({"ADAPTER_CONFLICT", "ADAPTER_NOT_FOUND", "ADAPTER_NOT_RESIDENT", "SLOTS_EXHAUSTED"})
-ENGINES = frozenset({"ADAPTER_NOT_FOUND", "ADAPTER_NOT_RESIDENT"})
+ENGINES = frozenset({"ADAPTER_NOT_FOUND", "ADAPTER_NOT_RESIDENT", "SLOTS_EXHAUSTED"})
 LATE = frozenset({"LAYOUT_STALE", "MAPPING_NOT_FOUND", "SESSION_NOT_FOUND"})
 
 
@@ -99,17 +100,28 @@ class Tenant(Actor):
     """Operator and engine in one, with the real client."""
 
     def act(self) -> None:
-        verbs = [self.load] * 3 + [self.replace] * 2 + [self.decode] * 10
-        verbs += [self.unload, self.force, self.release, self.reopen]
+        verbs = [self.load] * 3 + [self.replace] * 2 + [self.decode] * 10 + [self.hold] * 2
+        verbs += [self.keep, self.to_host, self.unload, self.force, self.release, self.release_hold, self.reopen]
         with slotcar_client.connect(self.target) as client:
             self.client: Client = client
-            self.session: Session = client.session(f"tenant {self.number}", grace_seconds=0.2)
+            self.open()
             for _ in range(STEPS):
                 verb = self.random.choice(verbs)
                 self.attempt(verb, OPERATORS if verb != self.decode else ENGINES)
             for name in NAMES:
                 self.attempt(lambda name=name: self.client.release_keep(name), OPERATORS)  # type: ignore[misc]
             self.close()
+
+    def open(self) -> None:
+        """Sometimes with a slot of its own, if there is one."""
+        name, reserved = f"tenant {self.number}", int(self.random.random() < 0.2)
+        self.note("open", reserved)
+        try:
+            self.session: Session = self.client.session(name, grace_seconds=0.2, reserved_slots=reserved)
+        except SlotsExhausted as error:
+            self.refused(error.reason, OPERATORS)
+            self.session = self.client.session(name, grace_seconds=0.2)
+        self.holds: dict[int, Hold] = {}
 
     def close(self) -> None:
         self.reasons.update({f"recovered from {reason}": n for reason, n in self.session.recoveries.items()})
@@ -120,6 +132,10 @@ class Tenant(Actor):
             verb()
         except SlotcarError as error:
             self.refused(error.reason, allowed)
+            # A hold that cannot be taken again after the session's end is in the way of every call, until it goes.
+            lost = self.holds.pop(int(error.metadata.get("hold_id", "0")), None)
+            if lost is not None:
+                self.session.release_hold(lost)
 
     def source(self, name: str) -> Path:
         return self.library.root / f"{name}{self.random.choice(VERSIONS)}"
@@ -129,6 +145,13 @@ class Tenant(Actor):
         source = self.random.choice((self.source(name), None))
         self.note("load", name, source and source.name)
         self.client.load(name, source, keep=self.random.random() < 0.1)
+
+    def to_host(self) -> None:
+        """Into memory and no slot; a mapping with `load` finds it there. Refused for what is kept."""
+        name, source = self.random.choice(NAMES), self.source(self.random.choice(NAMES))
+        self.note("load to host", name, source.name)
+        with contextlib.suppress(slotcar_client.RequestInvalid):
+            self.client.load(name, source, tier="host")
 
     def replace(self) -> None:
         name = self.random.choice(NAMES)
@@ -146,6 +169,23 @@ class Tenant(Actor):
         self.note("unload --force", name)
         self.client.unload(name, force=True)
 
+    def keep(self) -> None:
+        name = self.random.choice(NAMES)
+        self.note("keep", name)
+        self.client.keep(name)
+
+    def hold(self) -> None:
+        name, hold_id = self.random.choice(NAMES), self.random.randint(1, 3)
+        seconds, slot = self.random.choice((None, 0.2)), self.random.random() < 0.5
+        self.note("hold", hold_id, name, seconds, slot)
+        self.holds[hold_id] = self.session.hold(name, hold_id=hold_id, seconds=seconds, slot=slot)
+
+    def release_hold(self) -> None:
+        if self.holds:
+            hold_id = self.random.choice(sorted(self.holds))
+            self.note("release hold", hold_id)
+            self.session.release_hold(self.holds.pop(hold_id))
+
     def release(self) -> None:
         name = self.random.choice(NAMES)
         self.note("release", name)
@@ -155,18 +195,20 @@ class Tenant(Actor):
         """The session ends, or its stream breaks: it is resumed, or opened again and mapped by digest."""
         if self.random.random() < 0.5:
             self.note("cut")
+            assert self.session._stream is not None
             self.session._stream.cancel()
         else:
             self.note("reopen")
             self.close()
-            self.session = self.client.session(f"tenant {self.number}", grace_seconds=0.2)
+            self.open()
 
     def decode(self) -> None:
         """A new mapping now and then, and some Forwards with the last."""
         if self.session.mapping is None or self.random.random() < 0.4:
-            entries = self.entries()
-            self.note("map", *entries)
-            self.session.set_mapping([entry or slotcar_client.BASE for entry in entries])
+            entries, load, wait = self.entries(), self.random.random() < 0.5, self.random.choice((0.0, 0.0, 0.1))
+            self.note("map", load, wait, *entries)
+            wanted = [entry or slotcar_client.BASE for entry in entries]
+            self.session.set_mapping(wanted, load=load, wait_seconds=wait)
         mapping = self.session.mapping
         assert mapping is not None
         for _ in range(3):
@@ -212,8 +254,9 @@ class Rude(Actor):
 
     def map(self, engine: RawEngine, known: list[tuple[int, int, tuple[str, ...]]]) -> None:
         entries, mapping_id = self.entries(), self.random.randint(1, 2)
-        self.note("map", mapping_id, *entries)
-        response = engine.map(*entries, mapping_id=mapping_id)
+        load, wait = self.random.random() < 0.3, self.random.choice((0.0, 0.0, 0.1))
+        self.note("map", mapping_id, load, wait, *entries)
+        response = engine.map(*entries, mapping_id=mapping_id, load=load, wait_seconds=wait)
         known.append((mapping_id, response.generation, tuple(entry.digest for entry in response.entries)))
 
     def forward(self, engine: RawEngine, mapping_id: int, generation: int, promised: tuple[str, ...]) -> None:

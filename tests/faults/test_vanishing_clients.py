@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import re
-import socket
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,9 +22,11 @@ from slotcar_sidecar.rpc.server import make_server
 
 from tests.fakes.parts import make_bench
 from tests.faults.child import Child
+from tests.faults.gauges import Gauges, descriptors, rss_bytes
 from tests.faults.oracle import Library, spec_file
 from tests.faults.raw import RawEngine, array, refusal
-from tests.faults.waiting import eventually, watching
+from tests.faults.relay import Relay
+from tests.faults.waiting import StandsStill, eventually, watching
 from tests.server import SidecarProcess
 
 SMALL, FEATURES = "small", 64
@@ -72,22 +71,6 @@ def client(sidecar: SidecarProcess, library: Library) -> Iterator[Client]:
     # What gRPC itself says of a client that is gone is no fault of the sidecar's.
     assert "fault in " not in sidecar.log
     assert "never retrieved" not in sidecar.log
-
-
-class Gauges:
-    """The sidecar's metrics."""
-
-    def __init__(self, sidecar: SidecarProcess) -> None:
-        found = re.search(r"http://127\.0\.0\.1:\d+/metrics", sidecar.log)
-        assert found is not None
-        self._url = found[0]
-
-    def read(self, name: str) -> float:
-        with urllib.request.urlopen(self._url, timeout=10) as response:
-            text = response.read().decode()
-        found = re.search(rf"^{name} (\S+)$", text, re.MULTILINE)
-        assert found is not None, text
-        return float(found[1])
 
 
 def computes(client: Client, library: Library, name: str) -> None:
@@ -176,79 +159,6 @@ def test_a_stream_that_is_never_read_holds_up_nobody(client: Client, sidecar: Si
         assert stalled(), "requests were taken though no answer was read"
         assert rss_bytes(sidecar) - before < 64 << 20
         more.set()
-
-
-class StandsStill:
-    """True once a number has been the same for a while."""
-
-    def __init__(self, number: Callable[[], int], looks: int = 100) -> None:
-        self._number = number
-        self._looks = looks
-        self._last, self._same = -1, 0
-
-    def __call__(self) -> bool:
-        now = self._number()
-        self._same = self._same + 1 if now == self._last and now else 0
-        self._last = now
-        return self._same >= self._looks
-
-
-def rss_bytes(sidecar: SidecarProcess) -> int:
-    assert sidecar.process is not None
-    status = Path(f"/proc/{sidecar.process.pid}/status").read_text(encoding="ascii")
-    found = re.search(r"VmRSS:\s+(\d+) kB", status)
-    assert found is not None
-    return int(found[1]) << 10
-
-
-def descriptors(sidecar: SidecarProcess) -> int:
-    assert sidecar.process is not None
-    return len(list(Path(f"/proc/{sidecar.process.pid}/fd").iterdir()))
-
-
-class Relay:
-    """Carries the connections of clients to a unix socket, and can cut them all, which a stopped client cannot see."""
-
-    def __init__(self, folder: Path, target: str) -> None:
-        self.target = f"unix://{folder / 'relay.sock'}"
-        self._to = target.removeprefix("unix://")
-        self._connections: list[socket.socket] = []
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(self.target.removeprefix("unix://"))
-        self._listener.listen()
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                near, _ = self._listener.accept()
-            except OSError:
-                return
-            far = socket.socket(socket.AF_UNIX)
-            far.connect(self._to)
-            self._connections += [near, far]
-            for source, sink in ((near, far), (far, near)):
-                threading.Thread(target=self._carry, args=(source, sink), daemon=True).start()
-
-    @staticmethod
-    def _carry(source: socket.socket, sink: socket.socket) -> None:
-        try:
-            while data := source.recv(1 << 16):
-                sink.sendall(data)
-            sink.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
-
-    def cut(self) -> None:
-        """Ends every connection; new ones are carried again."""
-        for connection in self._connections:
-            connection.close() if connection.fileno() < 0 else connection.shutdown(socket.SHUT_RDWR)
-        self._connections.clear()
-
-    def close(self) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self.cut()
 
 
 @pytest.fixture
@@ -405,8 +315,8 @@ def test_fifty_vanished_clients_leave_no_descriptor_and_no_memory(
         eventually(lambda: gauges.read("slotcar_sessions") == 0, "the end of the crowd")
 
     def settled() -> int:
-        eventually(lambda: descriptors(sidecar) <= most, f"{most} descriptors")
-        return descriptors(sidecar)
+        eventually(lambda: descriptors(sidecar).total() <= most, f"{most} descriptors")
+        return descriptors(sidecar).total()
 
     most = 1 << 20
     vanish(10)

@@ -22,6 +22,21 @@ def eventually(condition: Callable[[], object], what: str = "the condition") -> 
         time.sleep(_LOOK_SECONDS)
 
 
+class StandsStill:
+    """True once a number has been the same for a while."""
+
+    def __init__(self, number: Callable[[], int], looks: int = 100) -> None:
+        self._number = number
+        self._looks = looks
+        self._last, self._same = -1, 0
+
+    def __call__(self) -> bool:
+        now = self._number()
+        self._same = self._same + 1 if now == self._last and now else 0
+        self._last = now
+        return self._same >= self._looks
+
+
 class Watcher:
     """The events of a sidecar from its making on."""
 
