@@ -144,7 +144,7 @@ class MappingNotFound(SlotcarError):
 
 
 class MappingReplaced(MappingNotFound):
-    """This side set no such mapping, released it, or set another with its id; nothing was sent."""
+    """This side set no such mapping, released it, or set another with its id."""
 
 
 class ShapeMismatch(SlotcarError):

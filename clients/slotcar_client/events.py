@@ -15,11 +15,15 @@ from slotcar_client.values import Event, LayoutVersion
 
 
 class EventReader:
-    """Turns the messages, in order, into events that know how many were missed before them."""
+    """Turns the messages, in order, into events that know how many were missed before them.
+
+    `replayed` is how many events of the past come first.
+    """
 
     def __init__(self) -> None:
         self._since: LayoutVersion | None = None
         self._missed = 0
+        self.replayed = 0
 
     @property
     def since(self) -> LayoutVersion:
@@ -30,7 +34,8 @@ class EventReader:
 
     def take(self, message: adapter_service_pb2.WatchEventsResponse) -> Event | None:
         """The event of the message; None for the greeting."""
-        self._since = self._since or convert.version(message.layout)
+        if self._since is None:
+            self._since, self.replayed = convert.version(message.layout), message.replayed
         self._missed += message.missed
         if not message.HasField("event"):
             return None
@@ -39,7 +44,10 @@ class EventReader:
 
 
 class EventStream:
-    """Events from `since` on, without end: each `next` blocks until one comes, or until `close` from any thread."""
+    """Events without end: each `next` blocks until one comes, or until `close` from any thread.
+
+    The first `replayed` of them are of the past; from `since` on none is hidden.
+    """
 
     def __init__(self, rpc: Rpc, replay: int) -> None:
         """Subscribes, first to up to `replay` events of the past. Raises SlotcarError."""
@@ -50,6 +58,7 @@ class EventStream:
         if greeting is not None:
             self._reader.take(greeting)
         self.since: LayoutVersion = self._reader.since
+        self.replayed: int = self._reader.replayed
 
     def __iter__(self) -> Self:
         return self

@@ -20,6 +20,7 @@ from slotcar_client.effects import Call, Forward, Open, Plan, Stale, Wait
 from slotcar_client.entries import Entries, Entry, parse_entries
 from slotcar_client.errors import (
     InternalError,
+    MappingNotFound,
     MappingReplaced,
     RequestInvalid,
     SessionNotFound,
@@ -155,7 +156,11 @@ class SessionState:
 
         def attempt() -> Plan[Mapping]:
             request = protocol.mapping_request(self.session_id, wish)
-            response: engine_service_pb2.SetMappingResponse = yield Call(request, wait_seconds=wish.wait_seconds)
+            try:
+                response: engine_service_pb2.SetMappingResponse = yield Call(request, wait_seconds=wish.wait_seconds)
+            except MappingNotFound as error:
+                # Another call released the mapping, or set it otherwise, while this one waited: that was meant.
+                raise MappingReplaced(error.message, mapping_id=wish.mapping_id) from error
             return protocol.read_mapping(wish.mapping_id, wish.entries, response)
 
         mapping = yield from self._recovered(attempt)

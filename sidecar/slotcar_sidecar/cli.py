@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import json
 import os
 import signal
@@ -14,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import click
-import slotcar_client
 from rich.console import Console
-from slotcar_client import Client, SlotcarError, Unavailable
+from slotcar_client import SlotcarError
 
-from slotcar_sidecar import console
+from slotcar_sidecar import completion as shells
+from slotcar_sidecar import console, verbs, watch
 from slotcar_sidecar.config import ENVIRONMENT_PREFIX, Config, ConfigError, parse_size, size_text, unknown_variables
 
 Command = Callable[..., Any]
@@ -28,6 +27,10 @@ Command = Callable[..., Any]
 @click.version_option(package_name="slotcar")
 def main() -> None:
     """Own LoRA adapter slots beside an inference engine; never compute a row with another adapter's weights."""
+
+
+for _command in (*verbs.COMMANDS, watch.watch):
+    main.add_command(_command)
 
 
 def _shown_default(item: dataclasses.Field[Any]) -> str | bool:
@@ -96,104 +99,6 @@ def _make_config(settings: dict[str, Any]) -> Config:
     return Config(**values)
 
 
-def _calls_server(command: Command) -> Command:
-    """Adds --target and --json, connects, and shows a refusal with its reason and facts."""
-
-    @click.option("--target", help="Address of the sidecar. [env var: SLOTCAR_TARGET]")
-    @click.option("--json", "as_json", is_flag=True, help="Print one JSON value.")
-    @functools.wraps(command)
-    def wrapper(target: str | None, as_json: bool, **arguments: Any) -> None:
-        try:
-            client = slotcar_client.connect(target)
-        except SlotcarError as error:
-            raise click.UsageError(error.message) from error
-        try:
-            with client:
-                command(client, console.Output(as_json), **arguments)
-        except SlotcarError as error:
-            out = console.Output(as_json)
-            out.refusal(error)
-            if isinstance(error, Unavailable):
-                out.hint(f"Does `slotcar serve` listen at {client.target}? --target or SLOTCAR_TARGET says where.")
-            sys.exit(1)
-
-    return wrapper
-
-
-def _source(text: str) -> str:
-    """The source as the server needs it: a path becomes absolute, a URI stays."""
-    return text if "://" in text else str(Path(text).absolute())
-
-
-@main.command()
-@click.argument("name")
-@click.argument("source", required=False)
-@click.option("--replace", is_flag=True, help="Move the name from other bytes to these.")
-@click.option("--keep", is_flag=True, help="Keep it resident.")
-@click.option("--digest", help="Refuse other bytes than these: sha256:…")
-@_calls_server
-def load(client: Client, out: console.Output, name: str, source: str | None, **options: Any) -> None:
-    """Make an adapter resident under NAME, from SOURCE: a folder or file:// URI under a root of the server.
-
-    Without SOURCE, an adapter that the server knows comes back from where it was loaded.
-    """
-    with out.working(f"loading {name}"):
-        report = client.load(name, _source(source) if source else None, **options)
-    out.load_report(report)
-
-
-@main.command()
-@click.argument("name")
-@click.option("--force", is_flag=True, help="Free the slot even if mappings pin it; they become stale at once.")
-@_calls_server
-def unload(client: Client, out: console.Output, name: str, force: bool) -> None:
-    """Take NAME away."""
-    out.unload_report(name, client.unload(name, force=force))
-
-
-@main.command()
-@click.argument("name")
-@_calls_server
-def keep(client: Client, out: console.Output, name: str) -> None:
-    """Keep NAME resident."""
-    out.adapter(client.keep(name))
-
-
-@main.command()
-@click.argument("name")
-@_calls_server
-def release(client: Client, out: console.Output, name: str) -> None:
-    """End the keep of NAME."""
-    out.adapter(client.release_keep(name))
-
-
-@main.command("list")
-@_calls_server
-def list_adapters(client: Client, out: console.Output) -> None:
-    """List the adapters and the slots."""
-    out.snapshot(client.snapshot())
-
-
-@main.command()
-@click.argument("name")
-@_calls_server
-def show(client: Client, out: console.Output, name: str) -> None:
-    """Show one adapter with its sites."""
-    out.adapter(client.get(name), sites=True)
-
-
-@main.command()
-@click.argument("source")
-@_calls_server
-def estimate(client: Client, out: console.Output, source: str) -> None:
-    """Say what a load of SOURCE would take, without loading it."""
-    with out.working(f"reading {source}"):
-        result = client.estimate(_source(source))
-    out.estimate(result)
-    if not result.fits:
-        sys.exit(1)
-
-
 @main.command()
 @click.option(
     "--from",
@@ -239,3 +144,14 @@ def demo(cache: Path | None, tiny: bool) -> None:
         story.run(Console(), folder, tiny=tiny)
     except (stage.StageError, SlotcarError) as error:
         raise click.ClickException(str(error)) from error
+
+
+@main.command()
+@click.argument("shell", type=click.Choice(shells.SHELLS))
+@click.pass_context
+def completion(context: click.Context, shell: str) -> None:
+    """Print the script that completes commands, options, adapters' names and sessions in SHELL.
+
+    For bash: eval "$(slotcar completion bash)"
+    """
+    click.echo(shells.script(context.find_root().command, shell))

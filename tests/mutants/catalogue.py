@@ -14,7 +14,7 @@ CLIENT = "clients/slotcar_client"
 CACHE_STEPS = "tests/unit/test_cache.py"
 MAPPINGS = "tests/unit/test_mappings.py"
 HOLDS = "tests/unit/test_holds.py"
-MUSEUM = "tests/unit/test_museum.py"
+MUSEUM = "tests/unit/museum"
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,14 @@ MUTANTS = (
         f"{CORE}/layout.py",
         "return all(self.slots[slot].mod_generation <= generation for slot in slots)",
         "return True",
-        f"{MUSEUM}::test_a_layout_that_changes_under_an_unchanged_mapping",
+        f"{MUSEUM}/test_wrong_weights.py::test_a_layout_that_changes_under_an_unchanged_mapping",
     ),
     Mutant(
         "a write leaves mod_generation as it was",
         f"{CORE}/layout.py",
         "        new = Slot(after, digest, generation if writes else old.mod_generation)",
         "        new = Slot(after, digest, old.mod_generation)",
-        f"{MUSEUM}::test_the_same_ids_come_back_in_the_same_slots",
+        f"{MUSEUM}/test_wrong_weights.py::test_the_same_ids_come_back_in_the_same_slots",
     ),
     Mutant(
         "check before mark",
@@ -133,14 +133,14 @@ MUTANTS = (
         f"{CLIENT}/protocol.py",
         '    _audit("epoch", response.layout.epoch, mapping.version.epoch)\n',
         "",
-        f"{MUSEUM}::test_a_client_notices_the_number_of_another_life",
+        f"{MUSEUM}/test_life_and_death.py::test_a_client_notices_the_number_of_another_life",
     ),
     Mutant(
         "epoch ignored by the server",
         f"{CORE}/mapping.py",
         "and (layout.epoch != self.epoch or not layout.is_current((entry.slot,), self.generation))",
         "and not layout.is_current((entry.slot,), self.generation)",
-        f"{MUSEUM}::test_a_restarted_server_reuses_a_number",
+        f"{MUSEUM}/test_life_and_death.py::test_a_restarted_server_reuses_a_number",
     ),
     Mutant(
         "two mappings of one generation",

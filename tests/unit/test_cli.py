@@ -119,8 +119,8 @@ def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SidecarProcess
     root = tmp_path_factory.mktemp("root")
     model = tiny_llama()
     model.save_pretrained(root / "model")
-    for name in ("sql", "[red]x"):
-        make_adapter(root / name, model, r=4, target_modules=["q_proj"])
+    for seed, name in enumerate(("sql", "[red]x")):
+        make_adapter(root / name, model, seed=seed, r=4, target_modules=["q_proj"])
     folder = tmp_path_factory.mktemp("s")
     with SidecarProcess(folder, root, extra=("--base-model", str(root / "model"))) as sidecar:
         yield sidecar
@@ -234,29 +234,29 @@ def engine(sidecar: SidecarProcess) -> Iterator[slotcar_client.Session]:
 
 
 def test_sessions_say_who_pins_which_slot(sidecar: SidecarProcess, engine: slotcar_client.Session) -> None:
-    short = engine.session_id[:8]
+    short, slot = engine.session_id[:8], answer(sidecar, "show", "sql")["slot"]
     (session,) = answer(sidecar, "sessions")
     assert (session["session"], session["client_name"], session["reserved_slots"]) == (short, "my [red]engine", 1)
     assert [(m["mapping_id"], m["slots"], m["pinned"], m["current"]) for m in session["mappings"]] == [
-        (1, [0], True, True)
+        (1, [slot], True, True)
     ]
     assert [(hold["hold_id"], hold["tier"]) for hold in session["holds"]] == [(9, "device"), (10, "host")]
     shown = call(sidecar, "sessions").output
     assert f"my [red]engine {short}: hold 9, mapping 1" in shown
-    assert "1 min 30 s" in shown
+    assert "1 min " in shown
     assert "until released" in shown
     assert f"my [red]engine {short}: hold 9, mapping 1" in call(sidecar, "list").output
     pins = answer(sidecar, "list")["pins"]
     assert [(pin["slot"], pin["session"], pin["owner"], pin["owner_id"]) for pin in pins] == [
-        (0, short, "hold", 9),
-        (0, short, "mapping", 1),
+        (slot, short, "hold", 9),
+        (slot, short, "mapping", 1),
     ]
 
 
 def test_list_shows_slots_that_drain(sidecar: SidecarProcess, engine: slotcar_client.Session) -> None:
     assert "drains" in call(sidecar, "unload", "sql").output
     (row,) = [line for line in call(sidecar, "list").output.splitlines() if "(draining)" in line]
-    assert row.endswith(f"my [red]engine {engine.session_id[:8]}: hold 9, mapping 1")
+    assert row.rstrip().endswith(f"my [red]engine {engine.session_id[:8]}: hold 9, mapping 1")
     assert call(sidecar, "load", "sql", str(sidecar.root / "sql")).exit_code == 0
 
 
@@ -296,12 +296,10 @@ def test_a_load_stops_in_memory_or_sends_a_folder(sidecar: SidecarProcess, tmp_p
 # Events and watch, as processes: they end by signals, and by what happens to a pipe or a server
 
 
-def start(sidecar: SidecarProcess, *arguments: str, **streams: Any) -> subprocess.Popen[bytes]:
+def start(sidecar: SidecarProcess, *arguments: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "slotcar_sidecar", *arguments]
     environment = os.environ | {"SLOTCAR_TARGET": sidecar.target}
-    return subprocess.Popen(
-        command, env=environment, **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
-    )
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def ended(process: subprocess.Popen[bytes]) -> tuple[int, bytes, bytes]:
@@ -359,32 +357,32 @@ def test_events_and_watch_when_the_server_goes_and_comes(tmp_path: Path, sidecar
         events, watch = start(server, "events", "--follow"), start(server, "watch", "--json", "--interval", "0.2")
         plain = start(server, "watch", "--interval", "0.2")
         assert watch.stdout is not None
+        assert plain.stdout is not None
         before = json.loads(watch.stdout.readline())
         assert (before["state"], before["capacity"]["slots"]) == ("up", 2)
+        assert plain.stdout.readline().startswith(f"epoch {before['layout']['version']['epoch']} ".encode())
         server.kill()
         code, out, err = ended(events)
         assert (code, out) == (1, b"")
         assert b"UNAVAILABLE" in err
         assert json.loads(watch.stdout.readline())["state"] == "away"
+        assert any(line.startswith(b"away: ") for line in plain.stdout)
         server.start()
         after = json.loads(watch.stdout.readline())
         assert after["state"] == "up"
         assert after["layout"]["version"]["epoch"] != before["layout"]["version"]["epoch"]
+        assert any(line.startswith(f"epoch {after['layout']['version']['epoch']} ".encode()) for line in plain.stdout)
         call(server, "load", "nothing", "/etc")
         (refused,) = json.loads(watch.stdout.readline())["events"]
         assert (refused["kind"], refused["name"]) == ("refused", "nothing")
         for process in (watch, plain):
             process.send_signal(signal.SIGINT)
-        assert ended(watch)[0] == 0
-        code, out, err = ended(plain)
-        assert (code, err) == (0, b"")
-        text = out.decode()
-        assert text.index(before["layout"]["version"]["epoch"]) < text.index("away: ")
-        assert text.index("away: ") < text.index(after["layout"]["version"]["epoch"])
+            code, _, err = ended(process)
+            assert (code, err) == (0, b"")
 
 
-def on_terminal(sidecar: SidecarProcess, columns: int, *arguments: str) -> tuple[int, str]:
-    """Runs the command on a terminal so wide, ends it with Ctrl-C once it has shown all that it wants to show."""
+def on_terminal(sidecar: SidecarProcess, columns: int, *arguments: str, is_endless: bool = False) -> tuple[int, str]:
+    """Runs the command on a terminal so wide; one that does not end gets Ctrl-C when it has shown something."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
@@ -397,8 +395,9 @@ def on_terminal(sidecar: SidecarProcess, columns: int, *arguments: str) -> tuple
     try:
         while chunk := os.read(ours, 65536):
             shown += chunk
-            if not select_readable(ours) and b"SLOT" in shown.upper():
+            if is_endless and b"SLOT" in shown and not select_readable(ours):
                 os.write(ours, b"\x03")
+                is_endless = False
     except OSError:  # what a terminal says when its other end is closed
         pass
     os.close(ours)
@@ -417,7 +416,7 @@ main()
 def test_watch_on_a_terminal_until_ctrl_c(
     sidecar: SidecarProcess, engine: slotcar_client.Session, columns: int
 ) -> None:
-    code, shown = on_terminal(sidecar, columns, "watch")
+    code, shown = on_terminal(sidecar, columns, "watch", is_endless=True)
     assert code == 0
     assert "Traceback" not in shown
     assert sidecar.target[: columns - 1] in shown
@@ -457,7 +456,7 @@ def completed(words: str, target: str, *more: str) -> list[str]:
     environment = os.environ | variables | {"COMP_CWORD": str(count)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
     assert done.stderr == ""
-    return [line.partition(",")[2] for line in done.stdout.splitlines()]
+    return [line.partition(",")[2] for line in done.stdout.splitlines() if line]
 
 
 def test_names_and_sessions_are_completed(sidecar: SidecarProcess, engine: slotcar_client.Session) -> None:

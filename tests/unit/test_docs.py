@@ -1,4 +1,8 @@
-"""What the documentation names exists: files, headings, make targets, commands, options and settings."""
+"""What the documentation names exists, and its programs in Python run.
+
+Files, headings, make targets, commands, options, settings, metrics, error reasons and events are looked up; the blocks
+of a page are run from top to bottom against a real sidecar.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,22 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
+import slotcar_client
+import torch
+from slotcar_sidecar.core.calls import Capacity
+from slotcar_sidecar.core.errors import Reason
+from slotcar_sidecar.core.events import EventKind
 from slotcar_sidecar.core.ids import Epoch
 from slotcar_sidecar.core.layout import Layout
 from slotcar_sidecar.ops.metrics import Metrics, Snapshot
+from transformers import LlamaForCausalLM
 
 from tests.golden import flags
+from tests.server import SidecarProcess
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = sorted(
@@ -26,6 +38,7 @@ _FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 _SPAN = re.compile(r"`([^`\n]+)`")
 _LINK = re.compile(r"(?<!!)\[[^\]\n]*\]\(([^)\s]+)\)")
 _HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
+_PATH = re.compile(r"(?:\.ci|clients|deploy|docs|examples|kernels|proto|sidecar|tests)/[\w./-]*")
 _PROMPT = re.compile(r"^(?:\$ )?(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?")
 
 
@@ -94,7 +107,9 @@ def test_flags_are_documented() -> None:
 
 def test_metrics_are_documented() -> None:
     metrics = Metrics()
-    metrics.watch(lambda: Snapshot(Layout.empty(Epoch("e"), 1), 0, 0, 0, 0, 0, 0))
+    layout = Layout.empty(Epoch("e"), 1)
+    nothing = Capacity({}, 0, 0, 0, 0, 0, (0, 0, 0), (0, 0), (0, 0), 0)
+    metrics.watch(lambda: Snapshot(layout, nothing, 0, 0))
     names = set()
     for family in metrics.registry.collect():
         suffix = {"counter": "_total", "info": "_info"}.get(family.type, "")
@@ -102,6 +117,31 @@ def test_metrics_are_documented() -> None:
     page = text_of("docs/operations.md")
     assert {name for name in names if name not in page} == set()
     assert set(re.findall(r"`slotcar_[a-z_]+`", page)) - names == set()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_exist(page: str) -> None:
+    spans = {span for span in _SPAN.findall(_FENCE.sub("", text_of(page))) if _PATH.fullmatch(span)}
+    assert {span for span in spans if not (REPOSITORY / span).exists()} == set()
+
+
+@pytest.mark.parametrize("page", ["docs/concepts.md", "docs/engines.md"])
+def test_every_reason_has_its_row(page: str) -> None:
+    section = text_of(page).partition("\n## Errors\n")[2].partition("\n## ")[0]
+    first_cells = "\n".join(re.findall(r"^\| ([^|]*) \|", section, re.MULTILINE))
+    assert sorted(re.findall(r"`([A-Z_]+)`", first_cells)) == sorted(Reason)
+
+
+def test_every_event_is_named() -> None:
+    section = text_of("docs/concepts.md").partition("\n## Events\n")[2].partition("\n## ")[0]
+    assert {kind for kind in EventKind if f"`{kind}`" not in section} == set()
+
+
+def test_every_invariant_has_its_row() -> None:
+    section = text_of("docs/concepts.md").partition("\n## Invariants\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (I\d+) \|[^|]+\|([^|]+)\|$", section, re.MULTILINE)
+    assert [number for number, _ in rows] == [f"I{number}" for number in range(1, 11)]
+    assert [number for number, proof in rows if "`tests/" not in proof] == []
 
 
 def test_every_page_is_in_the_index() -> None:
@@ -132,3 +172,74 @@ def test_no_file_names_a_registry_host_or_a_path_of_one_machine() -> None:
     command = [git, "grep", "-nIF", "--untracked", *pattern]
     found = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
     assert found.returncode == 1, found.stdout + found.stderr
+
+
+# Programs
+
+PROGRAM_PAGES = ("docs/engines.md", "docs/getting-started.md", "README.md")
+
+
+def programs(page: str) -> Iterator[str]:
+    """The page's blocks of Python, in their order."""
+    return (block for language, block in _FENCE.findall(text_of(page)) if language == "python")
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which the first block of getting-started made run/model and run/adapters."""
+    folder = tmp_path_factory.mktemp("workshop")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        run(next(programs("docs/getting-started.md")), "docs/getting-started.md", {"__name__": "__main__"})
+    return folder
+
+
+def run(block: str, page: str, namespace: dict[str, Any]) -> None:
+    line = text_of(page)[: text_of(page).index(block)].count("\n")
+    exec(compile("\n" * line + block, page, "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", PROGRAM_PAGES)
+def test_the_programs_of_a_page_run(page: str, workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(workshop)
+    adapters = workshop / "run/adapters"
+    extra = ("--base-model", str(workshop / "run/model"))
+    with SidecarProcess(tmp_path, adapters, slots=3, extra=extra) as sidecar:
+        monkeypatch.setenv("SLOTCAR_TARGET", sidecar.target)
+        with slotcar_client.connect() as client:
+            for name in ("sql", "support"):
+                client.load(name, adapters / name)
+            client.load("french", adapters / "french", tier="host")
+        namespace: dict[str, Any] = {"__name__": "__main__"}
+        blocks = [*programs(page)]
+        if page == "README.md":
+            namespace |= given_by_the_reader(workshop)
+            places = {"unix:///run/slotcar/slotcar.sock": sidecar.target, "/srv/adapters": str(adapters)}
+            monkeypatch.setattr(slotcar_client, "connect", elsewhere(places, slotcar_client.connect))
+            monkeypatch.setattr(slotcar_client.Client, "load", elsewhere(places, slotcar_client.Client.load))
+        elif page == "docs/getting-started.md":
+            blocks = blocks[1:]
+        for block in blocks:
+            run(block, page, namespace)
+
+
+def given_by_the_reader(workshop: Path) -> dict[str, Any]:
+    """What the README's blocks take for granted: a model, a batch for it, and rows."""
+    prompts = torch.randint(0, 256, (3, 5))
+    batch = {"input_ids": prompts, "attention_mask": torch.ones_like(prompts), "max_new_tokens": 2}
+    return {
+        "model": LlamaForCausalLM.from_pretrained(workshop / "run/model"),
+        "batch": batch,
+        "x": torch.randn(4, 64),
+    }
+
+
+def elsewhere(places: dict[str, str], call: Any) -> Any:
+    """The call with the places of the page exchanged for those of the test."""
+
+    def moved(value: Any) -> Any:
+        for place, there in places.items():
+            value = value.replace(place, there) if isinstance(value, str) else value
+        return value
+
+    return lambda *values, **named: call(*map(moved, values), **{key: moved(value) for key, value in named.items()})

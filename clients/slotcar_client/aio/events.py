@@ -27,6 +27,11 @@ class AsyncEventStream:
         """The layout version from which on nothing is hidden. Raises Unavailable before the first message."""
         return self._reader.since
 
+    @property
+    def replayed(self) -> int:
+        """How many events of the past come first."""
+        return self._reader.replayed
+
     def __aiter__(self) -> Self:
         return self
 

@@ -920,7 +920,7 @@ class SessionStatus(_message.Message):
 
     @_builtins.property
     def joined(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The ranks that have joined, in order."""
+        """The ranks that joined with a stream of their own, in order; who opened the session needs none to compute."""
 
     @_builtins.property
     def mappings(self) -> _containers.RepeatedCompositeFieldContainer[Global___MappingStatus]:
@@ -970,7 +970,7 @@ class MappingStatus(_message.Message):
     generation: _builtins.int
     """The generation it was made at."""
     pinned: _builtins.bool
-    """Its slots are pinned; false for one that was idle."""
+    """It pins the slots that it uses and that still have their adapters; false for one that was idle."""
     current: _builtins.bool
     """No slot of it changed since it was made."""
     @_builtins.property
@@ -1121,8 +1121,11 @@ class WatchEventsResponse(_message.Message):
     EVENT_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     MISSED_FIELD_NUMBER: _builtins.int
+    REPLAYED_FIELD_NUMBER: _builtins.int
     missed: _builtins.int
     """How many events this watcher missed since the message before, because it read too slowly."""
+    replayed: _builtins.int
+    """In the first message: how many events of the past follow. All after them are new."""
     @_builtins.property
     def event(self) -> Global___Event:
         """The event; absent in the first message."""
@@ -1137,10 +1140,11 @@ class WatchEventsResponse(_message.Message):
         event: Global___Event | None = ...,
         layout: _layout_pb2.LayoutVersion | None = ...,
         missed: _builtins.int = ...,
+        replayed: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "layout", b"layout", "missed", b"missed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "layout", b"layout", "missed", b"missed", "replayed", b"replayed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

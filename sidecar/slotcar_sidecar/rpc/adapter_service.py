@@ -68,7 +68,7 @@ class AdapterService(adapter_service_pb2_grpc.AdapterServiceServicer):
                         upload.add_weights(request.weights)
                     else:
                         raise RequestInvalid("part", found=_part(request), wanted="config or weights")
-                loaded = await self._cache.load(dataclasses.replace(call, upload=upload))
+                loaded = await self._load_upload(dataclasses.replace(call, upload=upload))
         return pb.LoadAdapterStreamResponse(**self._loaded(loaded))
 
     async def _next_part(self, parts: AsyncIterator[pb.LoadAdapterStreamRequest]) -> pb.LoadAdapterStreamRequest | None:
@@ -81,6 +81,15 @@ class AdapterService(adapter_service_pb2_grpc.AdapterServiceServicer):
         except TimeoutError:
             found = f"nothing for {_MAX_SILENCE_SECONDS:g} s"
             raise RequestInvalid("part", found=found, wanted="the next chunk") from None
+
+    async def _load_upload(self, call: LoadCall) -> Loaded:
+        """Loads what came whole; a refusal of what the header says names the field in the header."""
+        try:
+            return await self._cache.load(call)
+        except RequestInvalid as error:
+            if error.field not in pb.UploadHeader.DESCRIPTOR.fields_by_name:
+                raise
+            raise error.at(f"header.{error.field}") from None
 
     def _loaded(self, loaded: Loaded) -> dict[str, Any]:
         """The fields of the answer to either kind of load."""
@@ -164,7 +173,8 @@ class AdapterService(adapter_service_pb2_grpc.AdapterServiceServicer):
     ) -> AsyncIterator[pb.WatchEventsResponse]:
         cache, events = self._cache, self._cache.events
         wanted = max(events.next_number - min(request.replay, MAX_REPLAY), events.first_number)
-        yield pb.WatchEventsResponse(layout=convert.from_version(cache.layout))
+        replayed = events.next_number - wanted
+        yield pb.WatchEventsResponse(layout=convert.from_version(cache.layout), replayed=replayed)
         while not cache.closed:
             for event in events.since(wanted):
                 yield pb.WatchEventsResponse(

@@ -64,7 +64,7 @@ def _from_mapping(mapping: Mapping, session: Session, residency: Residency, now:
         generation=mapping.generation,
         refs=list(dict.fromkeys(str(ref) for ref in mapping.refs if ref is not None)),
         slots=sorted(mapping.slots),
-        pinned=residency.pins.by(owner) >= mapping.slots,
+        pinned=not mapping.slots or bool(residency.pins.by(owner)),
         current=residency.layout.is_current(mapping.slots, mapping.generation),
         idle=from_seconds(now - session.last_used.get(mapping.mapping_id, now)),
     )

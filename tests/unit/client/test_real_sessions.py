@@ -202,6 +202,33 @@ def test_the_server_is_of_the_version_of_this_client(client: Client) -> None:
         assert session.server.max_response_bytes > 0
 
 
+@pytest.mark.parametrize("other", ["set", "release"])
+def test_a_call_that_waits_does_not_undo_what_is_done_to_its_mapping_meanwhile(client: Client, other: str) -> None:
+    with client.session("holder") as holder, client.session("engine") as session:
+        holder.set_mapping(["sql", "chat"])
+        before = session.set_mapping(["sql"], mapping_id=5)
+        ended: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                session.set_mapping(["sql", "french"], mapping_id=5, load=True, wait_seconds=PATIENCE_SECONDS)
+            except slotcar_client.SlotcarError as error:
+                ended.append(error)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        eventually(lambda: client.capacity().waiting == 1)
+        if other == "set":
+            session.set_mapping(["chat"], mapping_id=5)
+        else:
+            session.release_mapping(before)
+        thread.join(PATIENCE_SECONDS)
+        assert [type(error) for error in ended] == [slotcar_client.MappingReplaced]
+        (status,) = [each for each in client.sessions() if each.client_name == "engine"]
+        refs = [ref.partition("@")[0] for mapping in status.mappings for ref in mapping.refs]
+        assert refs == (["chat"] if other == "set" else [])
+
+
 def test_a_call_waits_for_a_restart_and_goes_on_by_digest(client: Client, sidecar: SidecarProcess, root: Path) -> None:
     with client.session("engine", model_spec=SPEC, away="wait", away_seconds=120.0) as session:
         session.set_mapping([("sql", 2)])
