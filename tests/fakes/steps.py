@@ -7,8 +7,10 @@ from typing import Any
 
 from slotcar_sidecar.core.calls import Computed, ForwardCall, LoadCall, MappingCall
 from slotcar_sidecar.core.forward import ForwardItem
+from slotcar_sidecar.core.holds import Hold, HoldTerms
 from slotcar_sidecar.core.ids import AdapterRef, SessionId
 from slotcar_sidecar.core.mapping import Mapping
+from slotcar_sidecar.core.pins import HoldOwner
 from slotcar_sidecar.core.residency import OnConflict
 from slotcar_sidecar.core.session import SessionTerms
 
@@ -61,6 +63,40 @@ def map_names(bench: Bench, session: SessionId, *names: str | None, mapping_id: 
 
 def mapping_call(session: SessionId, *names: str | None, mapping_id: int = 0, **options: Any) -> MappingCall:
     return MappingCall(session, mapping_id, tuple(ref(name) if name else None for name in names), **options)
+
+
+def start_map(bench: Bench, session: SessionId, *names: str | None, **options: Any) -> asyncio.Task[Mapping]:
+    """A SetMapping under way."""
+    call = mapping_call(session, *names, **options)
+    return asyncio.get_running_loop().create_task(bench.cache.set_mapping(call))
+
+
+async def mapped(bench: Bench, session: SessionId, *names: str | None, **options: Any) -> Mapping:
+    (result,) = await finish(bench, start_map(bench, session, *names, **options))
+    if isinstance(result, BaseException):
+        raise result
+    assert isinstance(result, Mapping)
+    return result
+
+
+def hold_terms(session: SessionId, hold_id: int = 1, *, seconds: float | None = None, slot: bool = False) -> HoldTerms:
+    return HoldTerms(HoldOwner(session, hold_id), seconds, slot)
+
+
+def start_hold(bench: Bench, session: SessionId, name: str, hold_id: int = 1, **terms: Any) -> asyncio.Task[Hold]:
+    """A hold under way."""
+    work = bench.cache.hold(hold_terms(session, hold_id, **terms), ref(name))
+    return asyncio.get_running_loop().create_task(work)
+
+
+async def held(bench: Bench, session: SessionId, name: str, hold_id: int = 1, **terms: Any) -> Hold:
+    (result,) = await finish(bench, start_hold(bench, session, name, hold_id, **terms))
+    if isinstance(result, BaseException):
+        raise result
+    assert isinstance(result, Hold)
+    bench.cache.check_integrity()
+    bench.cache.check_bytes()
+    return result
 
 
 def forward(bench: Bench, session: SessionId, mapping: Mapping, **changes: Any) -> asyncio.Task[Computed]:

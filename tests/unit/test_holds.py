@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 from slotcar_sidecar.core.errors import (
@@ -15,32 +14,25 @@ from slotcar_sidecar.core.errors import (
     SourceUnavailable,
 )
 from slotcar_sidecar.core.events import EventKind
-from slotcar_sidecar.core.holds import MAX_HOLD_SECONDS, Hold, HoldTerms
+from slotcar_sidecar.core.holds import MAX_HOLD_SECONDS
 from slotcar_sidecar.core.ids import SessionId
 from slotcar_sidecar.core.layout import SlotState
-from slotcar_sidecar.core.pins import HoldOwner
 
-from tests.fakes.parts import Bench, digest_of, make_bench, settle
-from tests.fakes.steps import computed, finish, loaded, map_names, mapping_call, open_session, read_by, ref, start_load
-
-
-def terms(session: SessionId, hold_id: int = 1, **changes: Any) -> HoldTerms:
-    return HoldTerms(HoldOwner(session, hold_id), changes.get("seconds"), changes.get("slot", False))
-
-
-def start_hold(bench: Bench, session: SessionId, name: str, hold_id: int = 1, **changes: Any) -> asyncio.Task[Hold]:
-    work = bench.cache.hold(terms(session, hold_id, **changes), ref(name))
-    return asyncio.get_running_loop().create_task(work)
-
-
-async def held(bench: Bench, session: SessionId, name: str, hold_id: int = 1, **changes: Any) -> Hold:
-    (result,) = await finish(bench, start_hold(bench, session, name, hold_id, **changes))
-    if isinstance(result, BaseException):
-        raise result
-    assert isinstance(result, Hold)
-    bench.cache.check_integrity()
-    bench.cache.check_bytes()
-    return result
+from tests.fakes.parts import digest_of, make_bench, settle
+from tests.fakes.steps import (
+    computed,
+    finish,
+    held,
+    hold_terms,
+    loaded,
+    map_names,
+    mapping_call,
+    open_session,
+    read_by,
+    ref,
+    start_hold,
+    start_load,
+)
 
 
 def by_digest(name: str, content: str) -> str:
@@ -88,7 +80,7 @@ async def test_the_host_tier_drops_others_and_refuses_rather_than_what_is_held()
 async def test_the_time_of_a_hold_counts_from_when_the_bytes_are_there() -> None:
     bench = make_bench(1)
     session = open_session(bench)
-    task = start_load(bench, "a", "a", hold=terms(session, seconds=10.0))
+    task = start_load(bench, "a", "a", hold=hold_terms(session, seconds=10.0))
     await settle()
     bench.clock.now += 60.0
     bench.cache.expire()
@@ -183,7 +175,7 @@ async def test_holds_are_bounded() -> None:
 @pytest.mark.parametrize("seconds", [0.0, -1.0, MAX_HOLD_SECONDS + 1, float("nan"), float("inf")])
 def test_a_time_beyond_its_bounds_is_refused(seconds: float) -> None:
     with pytest.raises(RequestInvalid):
-        terms(SessionId("s"), seconds=seconds)
+        hold_terms(SessionId("s"), seconds=seconds)
 
 
 async def test_a_slot_that_drains_for_a_hold_under_way_can_be_taken() -> None:

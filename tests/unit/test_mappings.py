@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 from slotcar_sidecar.core.calls import MappingCall
@@ -32,26 +31,13 @@ from tests.fakes.steps import (
     forward,
     loaded,
     map_names,
-    mapping_call,
+    mapped,
     open_session,
     read_by,
     ref,
     start_load,
+    start_map,
 )
-
-
-def start_map(bench: Bench, session: SessionId, *names: str | None, **options: Any) -> asyncio.Task[Mapping]:
-    """A SetMapping under way."""
-    call = mapping_call(session, *names, **options)
-    return asyncio.get_running_loop().create_task(bench.cache.set_mapping(call))
-
-
-async def mapped(bench: Bench, session: SessionId, *names: str | None, **options: Any) -> Mapping:
-    (result,) = await finish(bench, start_map(bench, session, *names, **options))
-    if isinstance(result, BaseException):
-        raise result
-    assert isinstance(result, Mapping)
-    return result
 
 
 async def bench_with(slots: int, *names: str) -> Bench:

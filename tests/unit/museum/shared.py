@@ -16,11 +16,8 @@ from slotcar_kernels.reference import lora_delta
 from slotcar_kernels.sites import SiteSlots
 from slotcar_sidecar.core.calls import LoadCall, Loaded
 from slotcar_sidecar.core.forward import ForwardItem
-from slotcar_sidecar.core.holds import Hold, HoldTerms
-from slotcar_sidecar.core.ids import SessionId, SlotId
-from slotcar_sidecar.core.mapping import Mapping
+from slotcar_sidecar.core.ids import SlotId
 from slotcar_sidecar.core.model import ModelSpec, Site
-from slotcar_sidecar.core.pins import HoldOwner
 from slotcar_sidecar.core.residency import OnConflict
 from slotcar_sidecar.core.tensor import Matrix
 from slotcar_sidecar.device.cpu import CpuDevice
@@ -29,7 +26,7 @@ from slotcar_sidecar.store.weights import HostWeights
 
 from tests.adapters import MINIMAL_CONFIG, raw_tensors
 from tests.fakes.parts import SITE, Bench, digest_of
-from tests.fakes.steps import finish, mapping_call, ref
+from tests.fakes.steps import finish, ref
 from tests.fakes.weights import FakeWeights
 from tests.kernels.cases import Entries
 
@@ -49,34 +46,6 @@ def start_load_from(bench: Bench, name: str, source: str, *, replace: bool = Fal
     """A load of what is, or is not, at `source`, under way."""
     call = LoadCall(ref(name), source, OnConflict.REPLACE if replace else OnConflict.FAIL)
     return asyncio.get_running_loop().create_task(bench.cache.load(call))
-
-
-def start_map(bench: Bench, session: SessionId, *names: str | None, **options: Any) -> asyncio.Task[Mapping]:
-    """A SetMapping under way."""
-    call = mapping_call(session, *names, **options)
-    return asyncio.get_running_loop().create_task(bench.cache.set_mapping(call))
-
-
-async def mapped(bench: Bench, session: SessionId, *names: str | None, **options: Any) -> Mapping:
-    (result,) = await finish(bench, start_map(bench, session, *names, **options))
-    if isinstance(result, BaseException):
-        raise result
-    assert isinstance(result, Mapping)
-    return result
-
-
-def start_hold(
-    bench: Bench, session: SessionId, name: str, hold_id: int = 1, *, slot: bool = False
-) -> asyncio.Task[Hold]:
-    """A hold that lasts until it is released, under way."""
-    terms = HoldTerms(HoldOwner(session, hold_id), None, slot)
-    return asyncio.get_running_loop().create_task(bench.cache.hold(terms, ref(name)))
-
-
-async def held(bench: Bench, session: SessionId, name: str, hold_id: int = 1, *, slot: bool = False) -> Hold:
-    (result,) = await finish(bench, start_hold(bench, session, name, hold_id, slot=slot))
-    assert isinstance(result, Hold), result
-    return result
 
 
 def weights_file(seed: int) -> bytes:

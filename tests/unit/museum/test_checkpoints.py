@@ -15,10 +15,10 @@ from slotcar_sidecar.store.source import LocalSource
 
 from tests.adapters import MINIMAL_CONFIG, WEIGHTS_FILE, raw_tensors, write_raw_adapter
 from tests.fakes.parts import Weights, make_bench
-from tests.fakes.steps import computed, loaded, map_names, open_session, read_by
+from tests.fakes.steps import computed, loaded, map_names, mapped, open_session, read_by
 from tests.fakes.weights import fake_weights
 from tests.tolerances import assert_close
-from tests.unit.museum.shared import SPEC, Q, delta, device, digest, mapped, read, truth
+from tests.unit.museum.shared import SPEC, Q, delta, device, digest, read, truth
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,20 @@ from slotcar_sidecar.core.pins import MappingOwner
 from slotcar_sidecar.rpc.interceptors import ErrorInterceptor
 
 from tests.fakes.parts import SITE, Bench, digest_of, make_bench, settle
-from tests.fakes.steps import computed, finish, forward, loaded, map_names, open_session, read_by, ref, start_load
-from tests.unit.museum.shared import digest, held, start_map, uploaded, weights_file
+from tests.fakes.steps import (
+    computed,
+    finish,
+    forward,
+    held,
+    loaded,
+    map_names,
+    open_session,
+    read_by,
+    ref,
+    start_load,
+    start_map,
+)
+from tests.unit.museum.shared import digest, uploaded, weights_file
 
 
 async def bench_with(slots: int, *names: str) -> Bench:

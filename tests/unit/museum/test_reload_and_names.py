@@ -13,20 +13,10 @@ from slotcar_sidecar.core.errors import (
 from slotcar_sidecar.core.ids import SlotId
 
 from tests.fakes.parts import digest_of, make_bench
-from tests.fakes.steps import computed, finish, loaded, map_names, open_session, read_by, ref, start_load
+from tests.fakes.steps import computed, finish, loaded, map_names, mapped, open_session, read_by, ref, start_load
 from tests.fakes.weights import fake_weights
 from tests.tolerances import assert_close, assert_same_bits
-from tests.unit.museum.shared import (
-    SPEC,
-    delta,
-    device,
-    digest,
-    mapped,
-    start_load_from,
-    truth,
-    uploaded,
-    weights_file,
-)
+from tests.unit.museum.shared import SPEC, delta, device, digest, start_load_from, truth, uploaded, weights_file
 
 
 async def test_new_bytes_under_an_old_name_are_never_the_old() -> None:

@@ -12,8 +12,22 @@ from slotcar_sidecar.core.ids import AdapterName, SlotId
 from slotcar_sidecar.core.layout import SlotState
 
 from tests.fakes.parts import digest_of, make_bench, settle
-from tests.fakes.steps import computed, finish, forward, loaded, map_names, open_session, read_by, ref, start_load
-from tests.unit.museum.shared import digest, held, mapped, start_hold, start_map, uploaded, weights_file
+from tests.fakes.steps import (
+    computed,
+    finish,
+    forward,
+    held,
+    loaded,
+    map_names,
+    mapped,
+    open_session,
+    read_by,
+    ref,
+    start_hold,
+    start_load,
+    start_map,
+)
+from tests.unit.museum.shared import digest, uploaded, weights_file
 
 
 async def test_more_names_than_slots() -> None:

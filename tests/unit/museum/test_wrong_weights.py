@@ -12,11 +12,22 @@ from slotcar_sidecar.core.ids import SlotId
 from slotcar_sidecar.core.layout import SlotState
 
 from tests.fakes.parts import SITE, make_bench, settle, vector
-from tests.fakes.steps import computed, finish, forward, loaded, map_names, open_session, read_by, ref, start_load
+from tests.fakes.steps import (
+    computed,
+    finish,
+    forward,
+    loaded,
+    map_names,
+    mapped,
+    open_session,
+    read_by,
+    ref,
+    start_load,
+)
 from tests.fakes.weights import fake_weights
 from tests.kernels.cases import Entries, padded, site_slots
 from tests.tolerances import assert_close, assert_same_bits
-from tests.unit.museum.shared import SPEC, delta, device, digest, kernel, mapped, start_load_from
+from tests.unit.museum.shared import SPEC, delta, device, digest, kernel, start_load_from
 
 
 async def test_a_layout_that_changes_under_an_unchanged_mapping() -> None:
