@@ -2,7 +2,7 @@
 
 SLOTCAR_CONFORMANCE_TARGET is the address of a running server with at least two slots, and SLOTCAR_CONFORMANCE_ROOT a
 folder beneath one of its roots that this suite may write to; no other client may use that server meanwhile, so run with
-`-n 0`. SLOTCAR_CONFORMANCE_METRICS, the URL of its metrics, lets the suite compare sessions and pins too. Tests about
+`-n 0`. SLOTCAR_CONFORMANCE_METRICS, the URL of its metrics, lets the suite compare the gauges too. Tests about
 settings, start and end of a server start their own in any case.
 """
 
@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 
 from tests.conformance.target import Target, start
+
+CRAMPED_BYTES = 10_000
 
 
 @pytest.fixture(scope="session")
@@ -39,7 +41,22 @@ def target(server: Target) -> Iterator[Target]:
     """The server under test, without adapters."""
     server.unload_all()
     yield server
-    assert server.state().gauges.get("slotcar_sessions", 0) == 0, "the test left a session"
+    assert server.has_nothing_of_sessions(), "the test left a session"
+
+
+@pytest.fixture(scope="session")
+def cramped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+    """A server whose host tier has room for three of `Target.write`'s adapters."""
+    with ExitStack() as stack:
+        yield start(stack, *folders(tmp_path_factory), extra=("--host-bytes", str(CRAMPED_BYTES))).learn()
+
+
+@pytest.fixture
+def pressed(cramped: Target) -> Iterator[Target]:
+    """A server whose host tier has room for three adapters, without adapters."""
+    cramped.unload_all()
+    yield cramped
+    assert cramped.has_nothing_of_sessions(), "the test left a session"
 
 
 @pytest.fixture(scope="module")

@@ -44,6 +44,7 @@ CODES: Mapping[str, grpc.StatusCode] = {
     "SHUTTING_DOWN": grpc.StatusCode.UNAVAILABLE,
     "REQUEST_INVALID": grpc.StatusCode.INVALID_ARGUMENT,
     "INTERNAL": grpc.StatusCode.INTERNAL,
+    "VERSION_MISMATCH": grpc.StatusCode.FAILED_PRECONDITION,
 }
 
 
@@ -97,7 +98,9 @@ def read(error: grpc.RpcError) -> Refusal:
 def read_value(error: error_pb2.Error) -> Refusal:
     """The refusal that a stream answered, checked."""
     reason = error_pb2.ErrorReason.Name(error.reason).removeprefix("ERROR_REASON_")
-    refusal = Refusal(reason, error.message, dict(error.metadata))
+    delay = error.retry_after.ToNanoseconds() / 1e9 if error.HasField("retry_after") else None
+    assert delay is None or (reason == "SLOTS_EXHAUSTED" and delay > 0)
+    refusal = Refusal(reason, error.message, dict(error.metadata), retry_seconds=delay)
     code = next(code for code in grpc.StatusCode if code.value[0] == error.code)
     _check(refusal, code)
     return refusal

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 import urllib.request
 import uuid
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 import grpc
+from google.protobuf import duration_pb2
 from grpc_health.v1 import health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file
@@ -32,6 +34,7 @@ from tests.adapters import CONFIG_FILE, MINIMAL_CONFIG, WEIGHTS_FILE, raw_tensor
 from tests.server import SidecarProcess
 
 PATIENCE_SECONDS = 30.0
+LOOK_SECONDS = 0.005
 ABSENT_DIGEST = "sha256:" + "0" * 64
 LINEAR = model_pb2.SITE_KIND_LINEAR
 # In order of their names, as a server lists them.
@@ -46,11 +49,26 @@ MODEL = model_pb2.ModelSpec(
 
 @dataclass(frozen=True)
 class State:
-    """What a refused call must leave as it was; the gauges are there when the server's metrics are known."""
+    """What a refused call must leave as it was; the gauges are there when the server's metrics are known.
+
+    Without what time alone changes, and without the bytes in the host tier, of which a refused load may leave some.
+    """
 
     layout: layout_pb2.Layout
     adapters: tuple[adapter_pb2.Adapter, ...]
+    sessions: tuple[adapter_service_pb2.SessionStatus, ...]
+    capacity: adapter_service_pb2.GetCapacityResponse
     gauges: Mapping[str, float]
+
+
+GAUGES = (
+    "slotcar_sessions",
+    "slotcar_pins",
+    "slotcar_holds",
+    "slotcar_adapters_kept",
+    "slotcar_slots_reserved",
+    "slotcar_mappings_waiting",
+)
 
 
 @dataclass
@@ -126,19 +144,54 @@ class Target:
     # What is
 
     def state(self) -> State:
-        """Layout and adapters of one snapshot, and the gauges."""
+        """Layout and adapters of one snapshot, sessions, capacity, and the gauges."""
         request = adapter_service_pb2.ListAdaptersRequest(page_size=1000)
         page = self.adapters.ListAdapters(request, timeout=PATIENCE_SECONDS)
         assert not page.next_page_token
+        sessions, capacity = self.sessions(), self.capacity()
+        for status in sessions:
+            status.ClearField("grace_left")
+            status.ClearField("forwards_in_flight")
+            for mapping in status.mappings:
+                mapping.ClearField("idle")
+            for hold in status.holds:
+                hold.ClearField("left")
+        capacity.ClearField("host_bytes_used")
         gauges = {}
         if self.metrics_url is not None:
-            metrics, wanted = self.metrics(), ("slotcar_sessions", "slotcar_pins", "slotcar_adapters_kept")
-            gauges = {name: metrics[name, ()] for name in wanted}
-        return State(page.layout, tuple(page.adapters), gauges)
+            metrics = self.metrics()
+            gauges = {name: metrics[name, ()] for name in GAUGES}
+        return State(page.layout, tuple(page.adapters), sessions, capacity, gauges)
+
+    def sessions(self) -> tuple[adapter_service_pb2.SessionStatus, ...]:
+        """All sessions."""
+        request = adapter_service_pb2.ListSessionsRequest(page_size=1000)
+        page = self.adapters.ListSessions(request, timeout=PATIENCE_SECONDS)
+        assert not page.next_page_token
+        return tuple(page.sessions)
+
+    def capacity(self) -> adapter_service_pb2.GetCapacityResponse:
+        """How full the server is; invariant I7 holds."""
+        request = adapter_service_pb2.GetCapacityRequest()
+        capacity = self.adapters.GetCapacity(request, timeout=PATIENCE_SECONDS)
+        states = (capacity.slots_free, capacity.slots_filling, capacity.slots_occupied, capacity.slots_draining)
+        assert sum(states) == capacity.slots, capacity
+        return capacity
+
+    def is_waiting(self, count: int) -> Callable[[], bool]:
+        """A condition: so many SetMapping calls wait."""
+        return lambda: self.capacity().waiting == count
+
+    def has_nothing_of_sessions(self) -> bool:
+        """Whether there is no session, and nothing that only sessions own."""
+        capacity = self.capacity()
+        adapters = self.adapters.ListAdapters(adapter_service_pb2.ListAdaptersRequest(), timeout=PATIENCE_SECONDS)
+        owned = (capacity.sessions, capacity.slots_pinned, capacity.slots_reserved, capacity.slots_draining)
+        return not any((*owned, capacity.waiting, *(adapter.pins for adapter in adapters.adapters)))
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Checks that layout, adapters, sessions and pins are the same after as before."""
+        """Checks that layout, adapters, sessions, pins, holds and capacity are the same after as before."""
         before = self.state()
         yield
         assert self.state() == before
@@ -185,12 +238,45 @@ class Session:
         self.opened = self.first.opened
         self.id = self.opened.session
 
-    def set_mapping(self, *entries: str | None, mapping_id: int = 1) -> engine_service_pb2.SetMappingResponse:
-        """Sets a mapping; None is the base model."""
-        request = engine_service_pb2.SetMappingRequest(
-            session=self.id, mapping_id=mapping_id, entries=[entry(ref) for ref in entries]
-        )
-        return self._target.engine.SetMapping(request, timeout=PATIENCE_SECONDS)
+    @property
+    def short(self) -> str:
+        """What others may see of the id."""
+        return self.id[:8]
+
+    @property
+    def status(self) -> adapter_service_pb2.SessionStatus:
+        """What others see of the session."""
+        (status,) = [status for status in self._target.sessions() if status.session == self.short]
+        return status
+
+    def mapping(self, *entries: str | None, **fields: Any) -> engine_service_pb2.SetMappingRequest:
+        """A request for mapping 1; None is the base model, and `fields` replace those of the request."""
+        sound = {"session": self.id, "mapping_id": 1, "entries": [entry(ref) for ref in entries]}
+        return engine_service_pb2.SetMappingRequest(**sound | fields)
+
+    def set_mapping(self, *entries: str | None, **fields: Any) -> engine_service_pb2.SetMappingResponse:
+        """Sets mapping 1; see `mapping`."""
+        return self._target.engine.SetMapping(self.mapping(*entries, **fields), timeout=PATIENCE_SECONDS)
+
+    def set_later(self, *entries: str | None, **fields: Any) -> Any:
+        """A call that waits for slots and loads what is in none."""
+        request = self.mapping(*entries, **{"load": True, "wait": seconds(PATIENCE_SECONDS)} | fields)
+        return self._target.engine.SetMapping.future(request, timeout=2 * PATIENCE_SECONDS)
+
+    def hold(self, ref: str, hold_id: int = 1, **fields: Any) -> engine_service_pb2.HoldAdapterResponse:
+        """Holds an adapter; `fields` replace those of the request."""
+        sound = {"session": self.id, "hold_id": hold_id, "ref": ref}
+        request = engine_service_pb2.HoldAdapterRequest(**sound | fields)
+        return self._target.engine.HoldAdapter(request, timeout=PATIENCE_SECONDS)
+
+    def release_hold(self, hold_id: int = 1) -> engine_service_pb2.ReleaseHoldResponse:
+        request = engine_service_pb2.ReleaseHoldRequest(session=self.id, hold_id=hold_id)
+        return self._target.engine.ReleaseHold(request, timeout=PATIENCE_SECONDS)
+
+    def join(self, rank: int, **fields: Any) -> Any:
+        """The stream of a rank, before its first message."""
+        request = engine_service_pb2.JoinSessionRequest(**{"session": self.id, "rank": rank} | fields)
+        return self._target.engine.JoinSession(request, timeout=2 * PATIENCE_SECONDS)
 
     def release_mapping(self, mapping_id: int = 1) -> engine_service_pb2.ReleaseMappingResponse:
         request = engine_service_pb2.ReleaseMappingRequest(session=self.id, mapping_id=mapping_id)
@@ -248,6 +334,20 @@ def open_channel(address: str, *more_options: tuple[str, int]) -> grpc.Channel:
     """A connection of its own, with gRPC's own limits except on the size of answers."""
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1), *more_options]
     return grpc.insecure_channel(address.replace("unix://", "unix:").removeprefix("tcp://"), options=options)
+
+
+def eventually(condition: Callable[[], object]) -> None:
+    """Returns when `condition` holds; fails when that takes too long."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(LOOK_SECONDS)
+
+
+def seconds(count: float) -> duration_pb2.Duration:
+    duration = duration_pb2.Duration()
+    duration.FromNanoseconds(int(count * 1e9))
+    return duration
 
 
 def entry(ref: str | None) -> engine_service_pb2.MappingEntry:

@@ -77,6 +77,9 @@ def test_everything_that_happens_is_told_in_its_order(target: Target) -> None:
             target.adapters.KeepAdapter(pb.KeepAdapterRequest(ref="sql"), timeout=PATIENCE_SECONDS)
             target.adapters.ReleaseKeep(pb.ReleaseKeepRequest(ref="sql"), timeout=PATIENCE_SECONDS)
             session.set_mapping("sql")
+            session.hold("sql")
+            session.release_hold()
+            session.release_hold()
             source = str(target.root / "chat")
             refused(target.load, "sql", source=source)
             target.load("sql", source=source, on_conflict=pb.ON_CONFLICT_REPLACE)
@@ -87,11 +90,13 @@ def test_everything_that_happens_is_told_in_its_order(target: Target) -> None:
             generation = session.set_mapping("sql").generation
             unload(target, "sql", force=True)
             refused(target.engine.Forward, forward(session, generation, [1], item(target, 1)), timeout=PATIENCE_SECONDS)
-        told = take(events, 14)
+        told = take(events, 16)
     assert brief(told) == [
         "SESSION_OPENED",
         "KEPT sql",
         "KEEP_RELEASED sql",
+        "HELD sql",
+        "HOLD_RELEASED sql",
         "REFUSED sql",
         "REPLACED sql",
         "DRAINING",
@@ -109,12 +114,13 @@ def test_everything_that_happens_is_told_in_its_order(target: Target) -> None:
     assert generations == sorted(generations)
     reasons = [message.event.reason for message in told]
     assert reasons[0] == "teller"
-    assert reasons[3].startswith("ADAPTER_CONFLICT: ")
-    assert reasons[4].startswith("was sha256:")
-    assert reasons[5] == "1 pins left"
-    assert reasons[11] == "forced; 1 pins ended"
-    assert reasons[12].startswith("a slot of mapping 1 changed ")
-    assert reasons[13] == "closed"
+    assert reasons[4] == "released"
+    assert reasons[5].startswith("ADAPTER_CONFLICT: ")
+    assert reasons[6].startswith("was sha256:")
+    assert reasons[7] == "1 pins left"
+    assert reasons[13] == "forced; 1 pins ended"
+    assert reasons[14].startswith("a slot of mapping 1 changed ")
+    assert reasons[15] == "closed"
 
 
 def test_a_refused_load_is_told_with_its_reason(target: Target) -> None:
@@ -134,7 +140,8 @@ def test_the_past_is_told_first_and_in_order(target: Target) -> None:
         target.load(name)
         unload(target, name)
     with watching(target, replay=4) as events:
-        assert not next(events).HasField("event")
+        greeting = next(events)
+        assert (greeting.HasField("event"), greeting.replayed) == (False, 4)
         past = take(events, 4)
         assert brief(past) == ["FREED", "LOADED c", "UNLOADED c", "FREED"]
         assert [message.missed for message in past] == [0] * 4
@@ -149,7 +156,8 @@ def test_no_more_of_the_past_than_asked_for_or_kept_is_told(target: Target, repl
         while messages[-1].event.reason != f"mark-{replay}":
             messages.append(next(events))
     past = messages[1:-1]
-    assert len(past) <= min(replay, MOST_REPLAYED)
+    assert len(past) <= messages[0].replayed <= min(replay, MOST_REPLAYED)
+    assert {message.replayed for message in messages[1:]} == {0}
     assert {message.missed for message in past} <= {0}
     times = [message.event.time.ToNanoseconds() for message in past]
     assert times == sorted(times)

@@ -15,10 +15,10 @@ from slotcar.v1 import engine_service_pb2, model_pb2
 from tests.adapters import WEIGHTS_FILE
 from tests.conformance.items import forward, item, matrix
 from tests.conformance.refusals import Refusal, read_value, refused
-from tests.conformance.target import MODEL, PATIENCE_SECONDS, Streamed, Target
+from tests.conformance.target import MODEL, PATIENCE_SECONDS, Streamed, Target, eventually
 
 MESSAGE_BYTES, RESPONSE_BYTES, ADAPTER_BYTES, HOST_BYTES = 1 << 20, 24 << 10, 24_000, 20_000
-SESSIONS, MAPPINGS, ENTRIES, ROWS, SLOTS = 4, 3, 64, 96, 48
+SESSIONS, MAPPINGS, HOLDS, ADAPTERS, ENTRIES, ROWS, SLOTS = 4, 3, 3, 64, 64, 96, 48
 SETTINGS = {
     "max-message-bytes": MESSAGE_BYTES,
     "max-response-bytes": RESPONSE_BYTES,
@@ -26,6 +26,8 @@ SETTINGS = {
     "host-bytes": HOST_BYTES,
     "max-sessions": SESSIONS,
     "max-mappings": MAPPINGS,
+    "max-holds": HOLDS,
+    "max-adapters": ADAPTERS,
     "max-entries": ENTRIES,
     "max-rows": ROWS,
 }
@@ -190,8 +192,7 @@ def test_more_mappings_than_allowed_are_refused(limited: Target) -> None:
             session.set_mapping("sql", mapping_id=number)
         with limited.unchanged():
             refusal = refused(session.set_mapping, "sql", mapping_id=MAPPINGS)
-        assert refusal.reason == "CAPACITY_EXCEEDED"
-        assert (refusal.metadata["mappings"], refusal.metadata["wanted"]) == (str(MAPPINGS), str(MAPPINGS))
+        assert found_and_wanted(refusal) == ("CAPACITY_EXCEEDED", str(MAPPINGS), str(MAPPINGS))
         session.set_mapping(None, mapping_id=0)
         other.set_mapping("sql", mapping_id=MAPPINGS)
         session.release_mapping(1)
@@ -215,15 +216,41 @@ def test_a_thousand_mappings_of_one_id_are_one_mapping(limited: Target) -> None:
         assert limited.state().adapters[0].pins == 0
 
 
+def test_more_holds_than_allowed_are_refused(limited: Target) -> None:
+    """A hold of an id that is there takes no more room."""
+    limited.load("sql")
+    with limited.session() as session, limited.session() as other:
+        for number in range(HOLDS):
+            session.hold("sql", number)
+        with limited.unchanged():
+            refusal = refused(session.hold, "sql", HOLDS)
+        assert found_and_wanted(refusal) == ("CAPACITY_EXCEEDED", str(HOLDS), str(HOLDS))
+        session.hold("sql", 0)
+        other.hold("sql", HOLDS)
+        session.release_hold(1)
+        session.hold("sql", HOLDS)
+        assert limited.state().gauges["slotcar_holds"] == HOLDS + 1
+
+
+def test_more_names_than_allowed_are_refused(limited: Target) -> None:
+    source = str(limited.folder("sql"))
+    for number in range(ADAPTERS):
+        limited.load("sql", ref=f"sql-{number}", source=source)
+    with limited.unchanged():
+        refusal = refused(limited.load, "sql")
+    assert found_and_wanted(refusal) == ("CAPACITY_EXCEEDED", str(ADAPTERS), str(ADAPTERS))
+    limited.load("sql", ref="sql-0", source=source)
+
+
 def test_more_sessions_than_allowed_are_refused(limited: Target) -> None:
     with ExitStack() as stack:
         sessions = [stack.enter_context(limited.session()) for _ in range(SESSIONS)]
         # One in its grace counts too.
         sessions[0].call.cancel()
+        eventually(lambda: not sessions[0].status.attached)
         with limited.unchanged():
             refusal = refused(limited.session().__enter__)
-        assert refusal.reason == "CAPACITY_EXCEEDED"
-        assert (refusal.metadata["sessions"], refusal.metadata["wanted"]) == (str(SESSIONS), str(SESSIONS))
+        assert found_and_wanted(refusal) == ("CAPACITY_EXCEEDED", str(SESSIONS), str(SESSIONS))
         limited.close_session(sessions[1].id)
         stack.enter_context(limited.session())
         stack.enter_context(limited.session(resume_session=sessions[0].id))

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
+from slotcar.v1 import adapter_pb2, engine_service_pb2
 from slotcar.v1 import adapter_service_pb2 as pb
-from slotcar.v1 import engine_service_pb2
 
+from tests.conformance.calls import parts
 from tests.conformance.items import forward, item
 from tests.conformance.metric_names import GOLDEN, describe, use
 from tests.conformance.refusals import refused
-from tests.conformance.target import ABSENT_DIGEST, PATIENCE_SECONDS, Streamed, Target
+from tests.conformance.target import ABSENT_DIGEST, PATIENCE_SECONDS, Streamed, Target, eventually
 
 Sample = tuple[str, tuple[tuple[str, str], ...]]
 
@@ -166,7 +167,12 @@ def test_gauges_show_what_is(measured: Target) -> None:
         session.set_mapping(*names, mapping_id=1)
         session.set_mapping(names[0], mapping_id=2)
         measured.adapters.UnloadAdapter(pb.UnloadAdapterRequest(ref=names[1]), timeout=PATIENCE_SECONDS)
+        session.hold(names[0], 1)
+        session.hold(names[0], 2)
         state, now = measured.state(), measured.metrics()
+        assert now[sample("slotcar_holds")] == 2
+        assert now[sample("slotcar_slots_reserved")] == now[sample("slotcar_mappings_waiting")] == 0
+        assert now[sample("slotcar_tier_held_bytes", tier="host")] == state.adapters[0].bytes
         assert now[sample("slotcar_sessions")] == 1
         assert now[sample("slotcar_pins")] == slots + 1
         assert now[sample("slotcar_adapters")] == slots - 1
@@ -184,6 +190,41 @@ def test_gauges_show_what_is(measured: Target) -> None:
     assert labels["version"] == measured.server.version
     assert labels["epoch"] == state.layout.version.epoch
     assert now[build] == 1
+
+
+def test_holds_reservations_and_calls_that_wait_are_counted(measured: Target) -> None:
+    names = measured.fill_slots()
+    measured.load("late", target_tier=adapter_pb2.TIER_HOST)
+    wanted = {
+        sample("slotcar_events_total", kind="held"): 2,
+        sample("slotcar_events_total", kind="hold_released"): 2,
+        sample("slotcar_rpcs_total", method="HoldAdapter", reason="OK"): 2,
+        sample("slotcar_rpcs_total", method="ReleaseHold", reason="OK"): 1,
+        sample("slotcar_rpcs_total", method="EndSession", reason="OK"): 1,
+        sample("slotcar_rpcs_total", method="SetMapping", reason="SESSION_NOT_FOUND"): 1,
+        sample("slotcar_rpcs_total", method="LoadAdapterStream", reason="OK"): 1,
+        sample("slotcar_rpcs_total", method="LoadAdapterStream", reason="REQUEST_INVALID"): 1,
+        sample("slotcar_rpcs_total", method="OpenSession", reason="SLOTS_EXHAUSTED"): 1,
+        sample("slotcar_rpcs_total", method="OpenSession", reason="VERSION_MISMATCH"): 1,
+    }
+    with counted(measured, wanted):
+        with measured.session() as holder, measured.session(reserved_slots=1) as session:
+            assert measured.metrics()[sample("slotcar_slots_reserved")] == 1
+            session.hold(names[0], 1)
+            session.hold(names[0], 2)
+            session.release_hold(1)
+            holder.set_mapping(*names[1:])
+            refused(measured.session(reserved_slots=2**20).__enter__)
+            refused(measured.session(client_version="999.0.0").__enter__)
+            waiting = session.set_later(names[0], "late")
+            eventually(measured.is_waiting(1))
+            assert measured.metrics()[sample("slotcar_mappings_waiting")] == 1
+            request = pb.EndSessionRequest(session=session.short)
+            measured.adapters.EndSession(request, timeout=PATIENCE_SECONDS)
+            refused(waiting.result)
+        sent = parts(measured.folder("sent"), "sent")
+        measured.adapters.LoadAdapterStream(iter(sent), timeout=PATIENCE_SECONDS)
+        refused(measured.adapters.LoadAdapterStream, iter(sent[:-1]), timeout=PATIENCE_SECONDS)
 
 
 def test_no_series_has_an_adapter(measured: Target) -> None:

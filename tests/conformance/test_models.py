@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 from grpc_health.v1 import health_pb2
+from slotcar.v1 import adapter_pb2, engine_service_pb2, model_pb2, tensor_pb2
 from slotcar.v1 import adapter_service_pb2 as pb
-from slotcar.v1 import engine_service_pb2, model_pb2, tensor_pb2
 
 from tests.conformance.items import delta, forward, item, tensor
 from tests.conformance.refusals import read_value, refused
@@ -66,6 +66,7 @@ def test_a_server_without_a_model_waits_for_one(start_target: Callable[..., Targ
             assert read_value(answer.error).reason == "MODEL_UNKNOWN"
         stream.close()
 
+    check_memory(target)
     needed = 40 * (MOST_FEATURES + 1) * target.server.slots * target.server.max_rank * 4
     with target.unchanged():
         refusal = refused(opening(target, model_spec=wide(40)))
@@ -82,6 +83,17 @@ def test_a_server_without_a_model_waits_for_one(start_target: Callable[..., Targ
     check_forward(target, "sql")
     check_forward(target, "chat")
     check_dtype_and_fingerprint(target)
+
+
+def check_memory(target: Target) -> None:
+    """Without a model, adapters come as far as memory, and may be held there."""
+    target.load("kept-in-memory", target_tier=adapter_pb2.TIER_HOST)
+    with target.session(reserved_slots=1) as session:
+        with target.unchanged():
+            refusal = refused(session.set_mapping, "kept-in-memory", load=True)
+        assert (refusal.reason, refusal.metadata) == ("MODEL_UNKNOWN", {})
+        assert session.hold("kept-in-memory", tier=adapter_pb2.TIER_DEVICE).tier == adapter_pb2.TIER_HOST
+        assert target.capacity().slot_bytes == 0
 
 
 def check_dtype_and_fingerprint(target: Target) -> None:

@@ -119,7 +119,8 @@ def test_slots_that_are_all_pinned_are_exhausted_and_waiting_helps(target: Targe
             assert refusal.reason == "SLOTS_EXHAUSTED"
             assert refusal.retry_seconds
             slots = str(len(names))
-            assert refusal.metadata == {"slots": slots, "pinned": slots, "kept": "0", "loading": "0"}
+            zeros = {"kept": "0", "loading": "0", "reserved": "0"}
+            assert refusal.metadata == {"slots": slots, "pinned": slots} | zeros
         with target.unchanged():
             replaced = refused(target.load, names[0], source=str(target.folder("one-more")), on_conflict=REPLACE)
         assert replaced.reason == "SLOTS_EXHAUSTED"
@@ -138,7 +139,8 @@ def test_as_many_keeps_as_slots_are_exhausted_and_waiting_does_not_help(target: 
     for found in (refusal, load, refusal_of_load(target, "one-more", keep=True)):
         assert found.reason == "SLOTS_EXHAUSTED"
         assert found.retry_seconds is None
-        assert found.metadata == {"slots": str(len(names)), "kept": str(len(names) - 1)}
+        most = str(len(names) - 1)
+        assert found.metadata == {"slots": str(len(names)), "kept": most, "wanted": most}
     target.load("one-more")
     assert [adapter.keep for adapter in target.state().adapters if adapter.HasField("slot")].count(False) == 1
 
@@ -159,6 +161,21 @@ def test_a_forward_of_an_earlier_generation_is_stale(target: Target) -> None:
         third = session.set_mapping(None, mapping_id=2).generation
         assert stale(target, session, third).metadata["wanted"] == str(second)
         target.engine.Forward(forward(session, second, [1], item(target, 1)), timeout=PATIENCE_SECONDS)
+
+
+def test_a_mapping_id_used_again_makes_the_generation_before_stale(target: Target) -> None:
+    """Whatever the entries are now, also when they are the same, or none."""
+    for name in ("sql", "chat"):
+        target.load(name)
+    with target.session() as session:
+        old = session.set_mapping("sql")
+        for entries in (["chat"], ["sql"], [None], []):
+            new = session.set_mapping(*entries)
+            request = forward(session, old.generation, [1], item(target, 1))
+            with target.unchanged():
+                refusal = refused(target.engine.Forward, request, timeout=PATIENCE_SECONDS)
+            assert (refusal.reason, refusal.metadata["wanted"]) == ("LAYOUT_STALE", str(new.generation))
+            old = new
 
 
 def test_a_forced_unload_makes_its_mappings_stale_and_says_which_entries(target: Target) -> None:

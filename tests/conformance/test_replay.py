@@ -11,7 +11,9 @@ import pytest
 from google.protobuf.message import Message
 from slotcar.v1 import adapter_service_pb2 as pb
 from slotcar.v1 import engine_service_pb2
+from slotcar.v1.adapter_pb2 import TIER_DEVICE, TIER_HOST, TIER_UNSPECIFIED
 
+from tests.conformance.calls import parts
 from tests.conformance.items import forward, matrix
 from tests.conformance.refusals import refused
 from tests.conformance.target import PATIENCE_SECONDS, Target
@@ -128,6 +130,74 @@ def test_a_mapping(target: Target) -> None:
         assert after.adapters == before.adapters
         assert after.layout.slots == before.layout.slots
         assert after.gauges == before.gauges
+
+
+def test_a_mapping_of_several_ranks(target: Target) -> None:
+    """The recorded answer, generation and all, for as long as it is current."""
+    ref = f"sql@{target.load('sql').adapter.digest}"
+    with target.session(ranks=3) as session:
+        first = twice(target, lambda: session.set_mapping(ref, None))
+        assert twice(target, lambda: session.set_mapping(ref, None, load=True)) == first
+        other = twice(target, lambda: session.set_mapping(None, mapping_id=2))
+        assert other.generation > first.generation
+        assert session.set_mapping(ref, None).generation == first.generation
+
+
+def test_a_hold_and_its_end(target: Target) -> None:
+    target.load("sql")
+    with target.session(reserved_slots=1) as session:
+        for tier in (TIER_UNSPECIFIED, TIER_HOST, TIER_DEVICE):
+            answer = twice(target, lambda tier=tier: session.hold("sql", tier=tier))
+            assert answer.tier == (tier or TIER_HOST)
+            assert len(session.status.holds) == 1
+            assert target.state().adapters[0].pins == 1
+        twice(target, session.release_hold)
+        with target.unchanged():
+            session.release_hold(99)
+        assert target.state().adapters[0].pins == 0
+
+
+def test_a_load_with_a_hold(target: Target) -> None:
+    with target.session(reserved_slots=1) as session:
+        hold = pb.LoadHold(session=session.id, hold_id=3, tier=TIER_DEVICE)
+        answer = twice(target, lambda: target.load("sql", hold=hold))
+        assert (answer.adapter.pins, len(session.status.holds)) == (1, 1)
+
+
+@pytest.mark.parametrize("tier", [TIER_HOST, TIER_DEVICE])
+def test_an_upload(target: Target, tier: int) -> None:
+    sent = parts(target.folder("sql"), "sql", target_tier=tier)
+    first = twice(target, lambda: target.adapters.LoadAdapterStream(iter(sent), timeout=PATIENCE_SECONDS))
+    assert not first.already_resident
+    second = target.adapters.LoadAdapterStream(iter(sent), timeout=PATIENCE_SECONDS)
+    assert second.already_resident == (tier == TIER_DEVICE)
+    # From a folder the bytes have the same digest, and then a source.
+    loaded = target.load("sql", target_tier=tier)
+    assert loaded.adapter.digest == first.adapter.digest
+    assert loaded.adapter.source
+
+
+def test_a_load_into_memory(target: Target) -> None:
+    first = twice(target, lambda: target.load("sql", target_tier=TIER_HOST))
+    assert (first.adapter.tier, first.already_resident) == (TIER_HOST, False)
+
+
+def test_the_end_of_a_session_by_an_operator(target: Target) -> None:
+    with target.session() as session:
+        request = pb.EndSessionRequest(session=session.short)
+        answers = [target.adapters.EndSession(request, timeout=PATIENCE_SECONDS) for _ in range(3)]
+    assert [answer.ended for answer in answers] == [True, False, False]
+
+
+def test_a_fence_a_list_and_a_look_at_the_capacity(target: Target) -> None:
+    target.load("sql")
+    with target.session() as session:
+        session.set_mapping("sql")
+        fence = engine_service_pb2.FenceRequest(session=session.id)
+        twice(target, lambda: target.engine.Fence(fence, timeout=PATIENCE_SECONDS))
+        twice(target, target.capacity)
+        with target.unchanged():
+            assert [status.session for status in target.sessions()] == [session.short]
 
 
 def test_a_forward(target: Target) -> None:

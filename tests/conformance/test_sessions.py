@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import islice
 
 import grpc
 import pytest
 from google.protobuf import duration_pb2
 from slotcar.v1 import adapter_service_pb2 as pb
-from slotcar.v1 import engine_service_pb2, layout_pb2
+from slotcar.v1 import engine_service_pb2, engine_service_pb2_grpc, layout_pb2
 
+from tests.conformance.calls import refusal_of
 from tests.conformance.items import forward, item
 from tests.conformance.refusals import refused
-from tests.conformance.target import PATIENCE_SECONDS, Session, Target
+from tests.conformance.target import PATIENCE_SECONDS, Session, Target, open_channel
 
 
 def unload(target: Target, name: str) -> None:
@@ -190,6 +193,33 @@ def test_a_second_resume_takes_over_and_the_first_stream_ends(target: Target) ->
                 assert wait_for_close(second.call) is grpc.StatusCode.OK
 
 
+def test_a_session_resumed_from_two_places_at_once_is_one_of_theirs(target: Target) -> None:
+    """The newest wins, the other streams end, and nothing is lost."""
+    target.load("sql")
+    with target.session() as session, ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+        generation = session.set_mapping("sql").generation
+        session.hold("sql")
+        channels = [stack.enter_context(open_channel(target.address)) for _ in range(2)]
+        together = threading.Barrier(2)
+
+        def resume(channel: grpc.Channel) -> grpc.Call:
+            stub = engine_service_pb2_grpc.EngineServiceStub(channel)
+            request = engine_service_pb2.OpenSessionRequest(resume_session=session.id)
+            together.wait()
+            stream = stub.OpenSession(request, timeout=PATIENCE_SECONDS)
+            opened = next(stream).opened
+            assert (opened.session, opened.resumed) == (session.id, True)
+            return stream
+
+        streams = list(pool.map(resume, channels))
+        assert sorted(len(list(islice(stream, 4))) < 4 for stream in streams) == [False, True]
+        status = session.status
+        assert (status.attached, len(status.mappings), len(status.holds)) == (True, 1, 1)
+        request = forward(session, generation, [1], item(target, 1))
+        target.engine.Forward(request, timeout=PATIENCE_SECONDS)
+        assert wait_for_close(session.call) is grpc.StatusCode.OK
+
+
 def test_a_session_ends_when_its_grace_has_passed(target: Target) -> None:
     target.load("sql")
     grace = duration_pb2.Duration(nanos=1)
@@ -250,3 +280,42 @@ def test_a_session_id_is_not_told_to_others(target: Target) -> None:
 def test_a_grace_may_be_between_nothing_and_an_hour(target: Target, seconds: int) -> None:
     with target.session(grace=duration_pb2.Duration(seconds=seconds)) as session:
         assert session.id
+
+
+# Versions
+
+
+def neighbour(version: str, by: int) -> str:
+    """The version whose minor number is so much more or less."""
+    major, minor, *rest = version.split(".")
+    return ".".join([major, str(int(minor) + by), *rest])
+
+
+@pytest.mark.parametrize("make", [str, lambda version: "", lambda version: neighbour(version, 1) + "-dev"])
+def test_neighbouring_versions_work_together(target: Target, make: Callable[[str], str]) -> None:
+    version = make(target.server.version)
+    with target.session(client_version=version) as session:
+        assert next(session.join(0, client_version=version)).opened.session == session.id
+
+
+FAR = [lambda version: neighbour(version, 2), lambda _: "999.0.0", lambda _: "new", lambda _: "0", lambda _: "1" * 5000]
+
+
+@pytest.mark.parametrize("make", FAR)
+def test_versions_that_are_too_far_apart_are_refused(target: Target, make: Callable[[str], str]) -> None:
+    """Whatever else is wrong, as the rest of the request may be of another version."""
+    version = make(target.server.version)
+    with target.session() as session:
+        for request in (
+            engine_service_pb2.OpenSessionRequest(client_version=version),
+            engine_service_pb2.OpenSessionRequest(client_version=version, ranks=2**31, client_name="\n"),
+            engine_service_pb2.OpenSessionRequest(client_version=version, resume_session=session.id),
+            engine_service_pb2.JoinSessionRequest(client_version=version, session=session.id),
+            engine_service_pb2.JoinSessionRequest(client_version=version, session="nobody", rank=9),
+        ):
+            refusal = refusal_of(target, request)
+            assert refusal.reason == "VERSION_MISMATCH"
+            assert (refusal.fields, refusal.subjects) == (("client_version",), ("client_version",))
+            assert refusal.metadata["found"].startswith(version[:100])
+            assert refusal.metadata["wanted"] == target.server.version
+        assert session.next("heartbeat")

@@ -246,6 +246,17 @@ def test_detach_leaves_the_model_as_it_was(stage: Stage, session: Session) -> No
     attach(model, session).detach()
 
 
+def test_a_forgotten_block_can_be_refused(stage: Stage, session: Session) -> None:
+    model, ids = stage.model(), prompts(1)
+    plain = logits(model, ids)
+    with attach(model, session, require_rows=True):
+        with session.rows([BASE]):
+            assert torch.equal(logits(model, ids), plain)
+        with pytest.raises(slotcar_client.MappingNotFound, match="outside"):
+            logits(model, ids)
+    assert torch.equal(logits(model, ids), plain)
+
+
 def test_a_session_has_one_attached_model(stage: Stage, session: Session) -> None:
     model, other = stage.model(), stage.model()
     with attach(model, session):
