@@ -49,10 +49,10 @@ class Engine(Actor):
             if not self.open():
                 self.pause(0.05, 0.3)
                 return
-            if self.ranks == 2:
-                self.wires.append(wires.enter_context(RawEngine(self.world.target)))
-                self.join()
             try:
+                if self.ranks == 2:
+                    self.wires.append(wires.enter_context(RawEngine(self.world.target)))
+                    self.join()
                 for _ in range(self.random.randint(20, 200)):
                     if self.world.over.is_set():
                         break

@@ -201,6 +201,16 @@ async def test_a_slot_that_drains_for_a_hold_under_way_can_be_taken() -> None:
     bench.cache.check_integrity()
 
 
+async def test_holds_that_come_with_loads_are_bounded_too() -> None:
+    bench = make_bench(1)
+    session = open_session(bench)
+    for hold_id in range(8):
+        await loaded(bench, "a", "a", hold=hold_terms(session, hold_id))
+    with pytest.raises(CapacityExceeded):
+        await loaded(bench, "a", "a", hold=hold_terms(session, 8))
+    assert len(bench.cache.residency.holds) == 8
+
+
 # Slots
 
 
@@ -225,6 +235,19 @@ async def test_a_hold_with_a_slot_loads_what_is_in_none() -> None:
     assert bench.cache.residency.describe(ref("a")).slot is None
     assert (await held(bench, session, "a", slot=True)).slot
     assert bench.cache.residency.describe(ref("a")).slot is not None
+
+
+async def test_a_load_with_a_hold_of_its_slot_may_use_the_reservation() -> None:
+    bench = make_bench(2)
+    session = open_session(bench, reserved_slots=2)
+    with pytest.raises(SlotsExhausted):
+        await loaded(bench, "a", "a")
+    result = await loaded(bench, "a", "a", hold=hold_terms(session, 1, slot=True))
+    assert result.hold.slot
+    await loaded(bench, "b", "b", hold=hold_terms(session, 2, slot=True))
+    with pytest.raises(SlotsExhausted):
+        await loaded(bench, "c", "c", hold=hold_terms(session, 3, slot=True))
+    bench.cache.check_integrity()
 
 
 async def test_what_is_reserved_is_never_taken() -> None:
@@ -312,6 +335,9 @@ async def test_keeps_and_reservations_together_are_no_more_than_the_slots() -> N
         bench.cache.keep(ref(name))
     with pytest.raises(SlotsExhausted):
         open_session(bench, reserved_slots=2)
+    with pytest.raises(SlotsExhausted) as refusal:
+        open_session(bench, reserved_slots=2)
+    assert refusal.value.retry_after_seconds is None, "keeps do not go by themselves"
     open_session(bench, reserved_slots=1)
     bench.cache.release_keep(ref("b"))
     bench.cache.keep(ref("b"))

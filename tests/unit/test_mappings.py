@@ -23,6 +23,7 @@ from slotcar_sidecar.core.ids import SessionId, SlotId
 from slotcar_sidecar.core.layout import SlotState
 from slotcar_sidecar.core.mapping import Mapping
 from slotcar_sidecar.core.pins import MappingOwner
+from slotcar_sidecar.core.slots import Demand
 
 from tests.fakes.parts import IDLE_SECONDS, Bench, digest_of, make_bench, settle
 from tests.fakes.steps import (
@@ -388,6 +389,41 @@ async def test_the_queue_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wait_beyond_its_bounds_is_refused(seconds: float) -> None:
     with pytest.raises(RequestInvalid):
         MappingCall(SessionId("s"), 0, (), wait_seconds=seconds)
+
+
+async def test_who_joins_the_queue_wakes_nobody_but_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or each of many that wait would make all others look again."""
+    bench = await bench_with(1, "a", "b")
+    map_names(bench, open_session(bench), "b")
+    looks: list[SessionId] = []
+    check = bench.cache.residency.slots.check
+
+    def counted(demand: Demand) -> None:
+        assert isinstance(demand.party, SessionId)
+        looks.append(demand.party)
+        check(demand)
+
+    monkeypatch.setattr(bench.cache.residency.slots, "check", counted)
+    sessions = [open_session(bench) for _ in range(20)]
+    tasks = [start_map(bench, session, "a", load=True, wait_seconds=60.0) for session in sessions]
+    await settle()
+    assert bench.cache.capacity().waiting == len(tasks)
+    assert [looks.count(session) for session in sessions[1:]] == [1] * (len(sessions) - 1)
+
+
+async def test_a_call_that_waited_in_vain_leaves_the_mapping_pinned_as_it_was() -> None:
+    bench = await bench_with(2, "a", "b", "c")
+    one, two = open_session(bench), open_session(bench)
+    before = map_names(bench, one, "b")
+    map_names(bench, two, "c")
+    waiting = start_map(bench, one, "a", "b", load=True, wait_seconds=5.0)
+    await settle()
+    assert not pinned(bench, one)
+    bench.clock.now += 6.0
+    bench.cache.expire()
+    await settle()
+    assert isinstance(waiting.exception(), SlotsExhausted)
+    assert pinned(bench, one) == before.slots
 
 
 # Idleness

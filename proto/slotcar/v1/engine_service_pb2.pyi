@@ -65,7 +65,7 @@ class OpenSessionRequest(_message.Message):
     client_name: _builtins.str
     """A name for people: logs, events and lists show it."""
     resume_session: _builtins.str
-    """Id of a session to resume; empty for a new one."""
+    """Id of a session to resume, with what it was opened with; empty for a new one."""
     ranks: _builtins.int
     """How many processes compute for the session, each with a rank from 0 on. 0 is read as 1; at most 1024."""
     reserved_slots: _builtins.int

@@ -15,6 +15,7 @@ from slotcar_sidecar.core.errors import CapacityExceeded, ModelUnknown, Shutting
 from slotcar_sidecar.core.events import EventKind
 from slotcar_sidecar.core.ids import AdapterName, AdapterRef, Digest, SlotId
 from slotcar_sidecar.core.ports import HostAdapter, Upload
+from slotcar_sidecar.core.reservations import Party
 from slotcar_sidecar.core.residency import Binding
 from slotcar_sidecar.core.slots import Claim, Demand
 from slotcar_sidecar.core.tensor import ITEM_BYTES
@@ -56,7 +57,7 @@ class Loads:
         state = self._state
         try:
             if call.hold is not None:
-                state.sessions.get(call.hold.owner.session)
+                state.check_hold(call.hold.owner)
             async with self._loading:
                 return await self._place(call, *await self._find_weights(call))
         except SlotcarError as error:
@@ -82,7 +83,7 @@ class Loads:
         binding = Binding(name, call.on_conflict, call.keep, source, call.in_slot)
         await self._check(weights)
         residency.check_binding(adapter, binding)
-        claim = Claim(None, bytes=not adapter.source or call.hold is not None)
+        claim = Claim(self._party(call, adapter.digest), bytes=not adapter.source or call.hold is not None)
         # What the name has now stays, too, until the name has moved: a replace is served all the time.
         claimed = {adapter.digest, residency.names.get(name) or adapter.digest}
         for digest in claimed:
@@ -96,13 +97,20 @@ class Loads:
             residency.bind(adapter, binding)
             hold = None
             if call.hold is not None:
-                state.sessions.get(call.hold.owner.session)
+                state.check_hold(call.hold.owner)
                 hold = residency.hold(call.hold, AdapterRef(name, adapter.digest), state.now())
         finally:
             for digest in claimed:
                 residency.unclaim(digest, claim)
             state.publish()
         return Loaded(residency.describe(AdapterRef(name)), state.model, state.layout, already_resident, hold)
+
+    def _party(self, call: LoadCall, digest: Digest) -> Party:
+        """For whom the slot is: the session that will hold it in its reservation, or anybody."""
+        hold = call.hold
+        if hold is not None and hold.slot and self._state.residency.may_hold_slot(hold.owner, digest):
+            return hold.owner.session
+        return None
 
     async def _check(self, weights: HostAdapter) -> None:
         """Whether it can be computed is known before anything is evicted. Raises AdapterInvalid."""

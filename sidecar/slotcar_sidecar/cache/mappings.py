@@ -6,8 +6,10 @@ of them can wait for each other; who waits first is served first.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from slotcar_sidecar.cache.loads import Loads
 from slotcar_sidecar.cache.state import State
@@ -35,6 +37,15 @@ _MAX_WAITING = 1024
 Wanted = Sequence[AdapterRef | None]
 
 
+@dataclass(slots=True, eq=False)
+class _Place:
+    """A call in the queue; it looks again whenever it is woken."""
+
+    owner: MappingOwner
+    deadline: float
+    woken: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 class Mappings:
     """Sets, renews and ends what sessions pin."""
 
@@ -42,7 +53,8 @@ class Mappings:
         self._state = state
         self._loads = loads
         self._calls: dict[object, MappingCall] = {}
-        self._waiting: dict[object, MappingOwner] = {}
+        self._waiting: dict[object, _Place] = {}
+        state.listeners.append(self._wake_first)
 
     @property
     def waiting(self) -> int:
@@ -67,18 +79,43 @@ class Mappings:
                 except SlotsExhausted as error:
                     if error.retry_after_seconds is None or state.now() >= deadline:
                         raise
-                    await self._wait(call, turn)
+                    await self._wait(call, turn, deadline)
         finally:
             self._calls.pop(turn, None)
             if self._waiting.pop(turn, None):
                 state.residency.slots.queue.remove(turn)
+                self._pin_again(call.owner)
                 state.publish()
+
+    def _pin_again(self, owner: MappingOwner) -> None:
+        """The mapping that was to be replaced takes its pins again, if it still is one and may."""
+        session = self._state.sessions.peek(owner.session)
+        mapping = session.mappings.get(owner.mapping_id) if session else None
+        if mapping is not None and self._state.layout.is_current(mapping.slots, mapping.generation):
+            self._renew(owner, mapping)
 
     def _withdraw(self, owner: MappingOwner, unless: Wanted | None = None) -> None:
         """Calls under way for the owner end without effect: their mapping is released, or was set otherwise now."""
         for turn, call in tuple(self._calls.items()):
             if call.owner == owner and call.refs != unless:
                 del self._calls[turn]
+                self._wake(turn)
+
+    def wake_session(self, session_id: SessionId) -> None:
+        """The session is gone: its calls that wait find that out."""
+        for turn, place in self._waiting.items():
+            if place.owner.session == session_id:
+                self._wake(turn)
+
+    def _wake(self, turn: object) -> None:
+        if turn in self._waiting:
+            self._waiting[turn].woken.set()
+
+    def _wake_first(self) -> None:
+        """Something changed: the call whose turn it is looks again; all of them, when the server closes."""
+        queue = self._state.residency.slots.queue
+        for turn in queue if self._state.closing.is_set() else tuple(queue)[:1]:
+            self._wake(turn)
 
     def _check(self, call: MappingCall) -> Session:
         session = self._state.sessions.get(call.session)
@@ -91,17 +128,19 @@ class Mappings:
                     raise RequestInvalid(f"entries[{index}].ref", found=str(ref), wanted=wanted)
         return session
 
-    async def _wait(self, call: MappingCall, turn: object) -> None:
-        """Takes a place in the queue and waits for any change; what the mapping of before pinned is free meanwhile."""
+    async def _wait(self, call: MappingCall, turn: object, deadline: float) -> None:
+        """Takes a place in the queue and waits for its turn; what the mapping of before pinned is free meanwhile."""
         state = self._state
         if turn not in self._waiting:
             if len(self._waiting) >= _MAX_WAITING:
                 raise CapacityExceeded("too many calls wait", found=len(self._waiting), wanted=_MAX_WAITING)
-            self._waiting[turn] = call.owner
+            self._waiting[turn] = _Place(call.owner, deadline)
             state.residency.slots.queue.append(turn)
-            state.residency.release(call.owner)
-            state.publish()
-        await state.change()
+            if state.residency.pins.by(call.owner):
+                state.residency.release(call.owner)
+                state.publish()
+        await self._waiting[turn].woken.wait()
+        self._waiting[turn].woken.clear()
         if state.closing.is_set():
             raise ShuttingDown
 
@@ -212,8 +251,13 @@ class Mappings:
     def used(self, session: Session, mapping: Mapping) -> None:
         """The mapping is used now; one that lost its pins takes them again, unless a call waits to replace it."""
         session.last_used[mapping.mapping_id] = self._state.now()
-        owner, pins = MappingOwner(session.session_id, mapping.mapping_id), self._state.residency.pins
-        if any(owner not in pins.of(slot) for slot in mapping.slots) and owner not in self._waiting.values():
+        self._renew(MappingOwner(session.session_id, mapping.mapping_id), mapping)
+
+    def _renew(self, owner: MappingOwner, mapping: Mapping) -> None:
+        pins = self._state.residency.pins
+        if all(owner in pins.of(slot) for slot in mapping.slots):
+            return
+        if not any(place.owner == owner for place in self._waiting.values()):
             self._state.residency.renew(owner, mapping.entries)
 
     def expire(self) -> None:
@@ -232,8 +276,9 @@ class Mappings:
         for hold in residency.holds.expired(now):
             residency.release_hold(hold.owner, "its time is over")
             state.publish()
-        if self._waiting:
-            state.publish()
+        for turn, place in self._waiting.items():
+            if place.deadline <= now:
+                self._wake(turn)
 
     # Holds
 
@@ -243,8 +288,7 @@ class Mappings:
         One step when all of it is there; else what is missing is loaded first.
         """
         state, residency, owner = self._state, self._state.residency, terms.owner
-        state.sessions.get(owner.session)
-        state.limits.check_holds(len(residency.holds.of_session(owner.session)), is_new=not residency.holds.get(owner))
+        state.check_hold(owner)
         wanted = residency.resolve([ref], owner.session)[0]
         assert wanted is not None
         needs_slot = terms.slot and residency.may_hold_slot(owner, _digest(wanted))
@@ -263,7 +307,7 @@ class Mappings:
             if terms.slot and residency.may_hold_slot(owner, digest):
                 with contextlib.suppress(SlotsExhausted, ModelUnknown):  # then the bytes alone are held
                     await self._loads.make_resident(weights, wanted.name, claims[1])
-            state.sessions.get(owner.session)
+            state.check_hold(owner)
             residency.resolve([wanted], owner.session)
             return residency.hold(terms, wanted, state.now())
         finally:

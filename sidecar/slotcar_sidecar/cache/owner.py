@@ -214,6 +214,7 @@ class AdapterCache:
         for hold in self.residency.holds.of_session(session_id):
             self.residency.release_hold(hold.owner, "the session ended")
         self.residency.slots.reserved.pop(session_id, None)
+        self._mappings.wake_session(session_id)
         self._record_session(EventKind.SESSION_ENDED, session, reason)
 
     def end_session(self, short: str) -> bool:

@@ -11,6 +11,7 @@ from slotcar_sidecar.core.events import EventLog
 from slotcar_sidecar.core.layout import Layout
 from slotcar_sidecar.core.marks import Marks
 from slotcar_sidecar.core.model import ModelSpec
+from slotcar_sidecar.core.pins import HoldOwner
 from slotcar_sidecar.core.ports import Device, Environment, Limits, Tiers
 from slotcar_sidecar.core.residency import Residency
 from slotcar_sidecar.core.session import Sessions
@@ -40,6 +41,7 @@ class State:
         self.marks = Marks()
         self.shutting_down = False
         self.closing = asyncio.Event()
+        self.listeners: list[Callable[[], None]] = []
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -51,13 +53,21 @@ class State:
     def events(self) -> EventLog:
         return self.residency.events
 
+    def check_hold(self, owner: HoldOwner) -> None:
+        """Raises SessionNotFound, or CapacityExceeded when the session has all the holds that it may have."""
+        self.sessions.get(owner.session)
+        holds = self.residency.holds
+        self.limits.check_holds(len(holds.of_session(owner.session)), is_new=holds.get(owner) is None)
+
     def now(self) -> float:
         return self.environment.clock()
 
     def publish(self) -> None:
-        """Wakes everybody who waits for a change."""
+        """Tells everybody who waits for a change."""
         self._changed.set()
         self._changed = asyncio.Event()
+        for listener in self.listeners:
+            listener()
 
     async def change(self) -> None:
         """Returns after the next change."""

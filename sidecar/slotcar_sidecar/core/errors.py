@@ -12,6 +12,7 @@ SlotcarError
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Sequence
 from enum import StrEnum
@@ -63,6 +64,12 @@ class SlotcarError(Exception):
         self.message = _tame(message)
         super().__init__(self.message)
         self.facts = {key: _said(value) for key, value in facts.items() if value is not None}
+
+    def at(self, field: str) -> SlotcarError:
+        """The same refusal, as one of a field of the request."""
+        error = copy.copy(self)
+        error.field = field
+        return error
 
 
 def _tame(text: str) -> str:
@@ -154,12 +161,10 @@ class ModelUnknown(SlotcarError):
 
 class SourceDenied(SlotcarError):
     reason = Reason.SOURCE_DENIED
-    field = "source"
 
 
 class SourceUnavailable(SlotcarError):
     reason = Reason.SOURCE_UNAVAILABLE
-    field = "source"
 
 
 class SlotsExhausted(SlotcarError):

@@ -167,7 +167,7 @@ class Slots:
         if max(used, kept) + reserved + count > total:
             raise SlotsExhausted(
                 f"{count} of {total} slots cannot be reserved: {reserved} are reserved, {kept} kept, {used} in use",
-                retry_after_seconds=_RETRY_SECONDS if reserved + count <= total else None,
+                retry_after_seconds=_RETRY_SECONDS if kept + reserved + count <= total else None,
                 slots=total,
                 reserved=reserved,
                 wanted=count,

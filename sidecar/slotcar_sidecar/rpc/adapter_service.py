@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, cast
 
 from grpc import aio
@@ -13,7 +14,7 @@ from slotcar.v1 import adapter_service_pb2 as pb
 
 from slotcar_sidecar.cache import AdapterCache
 from slotcar_sidecar.core.calls import LoadCall, Loaded
-from slotcar_sidecar.core.errors import RequestInvalid, ShuttingDown
+from slotcar_sidecar.core.errors import RequestInvalid, ShuttingDown, SourceDenied, SourceUnavailable
 from slotcar_sidecar.core.events import MAX_REPLAY
 from slotcar_sidecar.core.ids import AdapterRef
 from slotcar_sidecar.core.layout import Layout
@@ -47,7 +48,8 @@ class AdapterService(adapter_service_pb2_grpc.AdapterServiceServicer):
             convert.to_in_slot("target_tier", request.target_tier),
             convert.to_hold(request.hold, "hold.") if request.HasField("hold") else None,
         )
-        loaded = await self._cache.load(call)
+        with _naming_source(request.source):
+            loaded = await self._cache.load(call)
         hold_tier = convert.from_hold_tier(loaded.hold) if loaded.hold else adapter_pb2.TIER_UNSPECIFIED
         return pb.LoadAdapterResponse(**self._loaded(loaded), hold_tier=hold_tier)
 
@@ -139,7 +141,8 @@ class AdapterService(adapter_service_pb2_grpc.AdapterServiceServicer):
     async def EstimateAdapter(self, request: pb.EstimateAdapterRequest, context: Context) -> pb.EstimateAdapterResponse:
         if not request.source:
             raise RequestInvalid("source", found="nothing", wanted="a directory or file:// URI")
-        estimate = await self._cache.estimate(request.source)
+        with _naming_source(request.source):
+            estimate = await self._cache.estimate(request.source)
         refusal = estimate.refusal
         return pb.EstimateAdapterResponse(
             digest=str(estimate.adapter.digest),
@@ -195,6 +198,15 @@ class AdapterService(adapter_service_pb2_grpc.AdapterServiceServicer):
 
     def _is_in_host(self, resident: Resident) -> bool:
         return resident.adapter.digest in self._cache.tiers.host
+
+
+@contextlib.contextmanager
+def _naming_source(source: str) -> Iterator[None]:
+    """A refusal of the source that the request names is one of its field."""
+    try:
+        yield
+    except (SourceDenied, SourceUnavailable) as error:
+        raise (error.at("source") if source else error) from None
 
 
 def _part(request: pb.LoadAdapterStreamRequest | None) -> str:

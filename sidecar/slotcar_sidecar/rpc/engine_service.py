@@ -56,8 +56,6 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
 
     def _open(self, request: pb.OpenSessionRequest) -> Session:
         model = convert.to_model(request.model_spec) if request.HasField("model_spec") else None
-        if request.resume_session:
-            return self._cache.resume_session(SessionId(request.resume_session), model)
         grace = convert.to_seconds("grace", request, request.grace)
         terms = SessionTerms(
             request.client_name,
@@ -65,6 +63,8 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
             request.ranks or 1,
             request.reserved_slots,
         )
+        if request.resume_session:
+            return self._cache.resume_session(SessionId(request.resume_session), model)
         return self._cache.open_session(terms, model)
 
     async def JoinSession(
