@@ -225,6 +225,10 @@ def test_more_holds_than_allowed_are_refused(limited: Target) -> None:
         with limited.unchanged():
             refusal = refused(session.hold, "sql", HOLDS)
         assert found_and_wanted(refusal) == ("CAPACITY_EXCEEDED", str(HOLDS), str(HOLDS))
+        load_hold = pb.LoadHold(session=session.id, hold_id=HOLDS)
+        with limited.unchanged():
+            refusal = refused(limited.load, "sql", hold=load_hold)
+        assert found_and_wanted(refusal) == ("CAPACITY_EXCEEDED", str(HOLDS), str(HOLDS))
         session.hold("sql", 0)
         other.hold("sql", HOLDS)
         session.release_hold(1)

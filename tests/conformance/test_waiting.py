@@ -219,3 +219,19 @@ def test_waiting_calls_are_counted(full: Full) -> None:
         assert full.target.metrics()["slotcar_mappings_waiting", ()] == 1
     one.cancel()
     full.waits(0)
+
+
+def test_so_many_calls_may_wait_and_harm_nobody(full: Full) -> None:
+    """A thousand of them cost each other and other callers nothing to speak of."""
+    count = 1024
+    calls = [full.first.set_later("b", mapping_id=number % 32) for number in range(count)]
+    full.waits(count)
+    refusal = refused(full.second.set_mapping, "c", load=True, wait=seconds(30))
+    assert (refusal.reason, refusal.metadata["found"], refusal.metadata["wanted"]) == (
+        "CAPACITY_EXCEEDED",
+        str(count),
+        str(count),
+    )
+    for call in calls:
+        call.cancel()
+    full.waits(0)
