@@ -18,7 +18,7 @@ from slotcar.v1 import engine_service_pb2, engine_service_pb2_grpc, layout_pb2
 from tests.conformance.calls import refusal_of
 from tests.conformance.items import forward, item
 from tests.conformance.refusals import refused
-from tests.conformance.target import PATIENCE_SECONDS, Session, Target, open_channel
+from tests.conformance.target import PATIENCE_SECONDS, Session, Target, eventually, open_channel
 
 
 def unload(target: Target, name: str) -> None:
@@ -319,3 +319,18 @@ def test_versions_that_are_too_far_apart_are_refused(target: Target, make: Calla
             assert refusal.metadata["found"].startswith(version[:100])
             assert refusal.metadata["wanted"] == target.server.version
         assert session.next("heartbeat")
+
+
+def test_a_thousand_abandoned_sessions_leave_nothing(target: Target) -> None:
+    """Each has a mapping and a hold and closes nothing; there are never many at a time, as their grace is none."""
+    target.load("sql")
+    before = target.state()
+    for _ in range(1000):
+        session = Session(target, engine_service_pb2.OpenSessionRequest(grace=duration_pb2.Duration()))
+        session.set_mapping("sql")
+        session.hold("sql")
+        session.call.cancel()
+    eventually(lambda: not target.sessions())
+    assert target.state() == before
+    with target.session() as session:
+        session.set_mapping("sql")
