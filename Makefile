@@ -31,7 +31,7 @@ test test-full demo: export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-full soak lint format proto docs golden bench train-adapters lock apt build clean
+.PHONY: help install demo test test-full soak lint format proto docs golden bench native train-adapters lock apt build clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | \
@@ -39,7 +39,7 @@ help: ## Show this list
 
 install: $(INSTALLED) ## Make .venv with everything for development, if it is missing or out of date
 
-$(INSTALLED): pyproject.toml constraints/dev.txt
+$(INSTALLED): pyproject.toml hatch_build.py constraints/dev.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo 'slotcar needs Python 3.11 or newer: make PYTHON=/path/to/python3' >&2; exit 1; }
 	@echo 'installing into .venv; the first time takes a minute or two'
@@ -88,6 +88,9 @@ bench: $(INSTALLED) ## Measure kernels and transport against their peers; prints
 	$(BIN)/python -m tests.bench.kernels --quick
 	$(BIN)/python -m tests.bench.transport --quick
 
+native: $(INSTALLED) ## Compile the CPU kernel again, after a change of its sources
+	$(BIN)/python kernels/build_native.py
+
 train-adapters: $(INSTALLED) ## Train the demo's adapters again, about six minutes on two cores
 	$(BIN)/python examples/train_adapters.py
 
@@ -101,10 +104,11 @@ lock: ## Rewrite constraints/dev.txt with the newest versions that constraints/p
 		  "$$new/venv/bin/pip" freeze --all --exclude pip --exclude slotcar | sed 's/+[A-Za-z0-9.]*$$//'; \
 		} > "$$new/dev.txt" && cp "$$new/dev.txt" constraints/dev.txt
 
-apt: ## Install the Debian packages that some suites need (promtool)
-	@command -v promtool >/dev/null || { $(SUDO) apt-get update -q && \
+apt: ## Install the Debian packages that some suites need (promtool, a compiler and an emulator for aarch64)
+	@{ command -v promtool && command -v aarch64-linux-gnu-g++ && command -v qemu-aarch64; } >/dev/null || \
+		{ $(SUDO) apt-get update -q && \
 		$(SUDO) env DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 \
-			apt-get install -q -y --no-install-recommends prometheus; }
+			apt-get install -q -y --no-install-recommends prometheus g++-aarch64-linux-gnu qemu-user; }
 
 build: $(INSTALLED) ## Build the wheel into dist/
 	$(BIN)/pip wheel --no-deps --wheel-dir dist .

@@ -1,101 +1,81 @@
-"""The segmented LoRA kernel for the CPU, in torch operations.
-
-Follows the SGMV decomposition of Punica (Chen et al., 2023, arXiv:2310.18547): rows grouped by adapter, a shrink to the
-rank and an expand from it per group, without padding to a common rank.
-"""
+"""The segmented LoRA kernel for the CPU: checks the arguments, then runs the compiled kernel, or torch without it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from slotcar_kernels import eager, native
 from slotcar_kernels.plan import Plan
 from slotcar_kernels.sites import SiteSlots
 
-__all__ = ["lora_forward"]
+__all__ = ["Kernel", "lora_forward"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_ALIGNMENT_BYTES = 64
-_BLOCK_ROWS = 64  # bounds scratch to what the L2 cache holds
 
 
-@torch.inference_mode()
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """What computes: one of `native.ISAS`, "torch", or None for the best that this machine and the slots allow.
+
+    `threads` is for the compiled kernel, the caller's thread included; torch has a setting of its own.
+    """
+
+    name: str | None = None
+    threads: int = 1
+
+
+_BEST = Kernel()
+
+
 def lora_forward(
     plan: Plan,
     x: Tensor,
     sites: Sequence[SiteSlots],
     outs: Sequence[Tensor],
     bases: Sequence[Tensor | None] | None = None,
+    kernel: Kernel = _BEST,
 ) -> None:
     """out = base + scales[s] · (x a[s]ᵀ) b[s] for the rows of slot s at each site; out = base for BASE rows.
 
     Without a base (DELTA) it counts as zero, with one (ADD) rows without a delta get its bits. Sums are in float32 and
-    rounded once, to x's dtype. The same values give the same bits, wherever the tensors lie.
+    rounded once, to x's dtype. The same batch gives the same bits, wherever the tensors lie; from the compiled kernel a
+    row gets the same bits in every batch, and on any number of threads.
 
     plan: of the batch's rows.
     x: [rows, in], float32, float16 or bfloat16, last dimension contiguous; read once for all `sites`.
     sites: the slots of each site that has x as its input.
-    outs: per site [rows, out] in x's dtype, last dimension contiguous; written whole.
-    bases: per site None or [rows, out] in x's dtype; it may be `out` itself.
+    outs: per site [rows, out] in x's dtype, last dimension contiguous, no row over another; written whole.
+    bases: per site None or [rows, out] in x's dtype, last dimension contiguous; it may be `out` itself.
 
-    Raises ValueError when shapes, dtypes or a rank do not fit each other; then nothing was written.
+    Raises ValueError when shapes, dtypes, a rank or the plan do not fit each other, or the kernel that is asked for is
+    not there; then nothing was written.
     """
     bases = [None] * len(sites) if bases is None else bases
     _check(plan, x, sites, outs, bases)
-    x_grouped = _grouped_input(plan, x)
-    for site, out, base in zip(sites, outs, bases, strict=True):
-        if plan.order is None or plan.inverse is None:
-            _compute(plan, x_grouped, site, out, base)
-        else:
-            grouped = torch.empty(out.shape, dtype=out.dtype)
-            _compute(plan, x_grouped, site, grouped, None if base is None else base.index_select(0, plan.order))
-            torch.index_select(grouped, 0, plan.inverse, out=out)
-
-
-def _grouped_input(plan: Plan, x: Tensor) -> Tensor:
-    """x by positions, float32, aligned, so that BLAS sums in the same order at every call; BASE rows may be missing."""
-    if not plan.segments:
-        return x
-    if plan.order is not None:
-        x = x.index_select(0, plan.order[: plan.adapter_rows])
-    x = x.to(torch.float32)
-    return x if _is_plain(x) else x.clone(memory_format=torch.contiguous_format)
-
-
-def _compute(plan: Plan, x: Tensor, site: SiteSlots, out: Tensor, base: Tensor | None) -> None:
-    """Writes `out` by positions; x and base are by positions too."""
-    for start, stop in plan.base_ranges:
-        _write_no_delta(out[start:stop], None if base is None else base[start:stop])
-    scratch = None
-    if base is not None or out.dtype != torch.float32 or not _is_plain(out):
-        scratch = torch.empty(min(plan.rows, _BLOCK_ROWS), site.out_features)
-    for slot, start, stop in plan.segments:
-        rank, scale = site.ranks[slot], site.scales[slot]
-        if rank == 0:
-            _write_no_delta(out[start:stop], None if base is None else base[start:stop])
-            continue
-        a_transposed, b = site.a[slot, :rank].float().t(), site.b[slot, :rank].float()
-        for first in range(start, stop, _BLOCK_ROWS):
-            last = min(first + _BLOCK_ROWS, stop)
-            delta = out[first:last] if scratch is None else scratch[: last - first]
-            torch.addmm(delta, torch.mm(x[first:last], a_transposed), b, beta=0, alpha=scale, out=delta)
-            if base is not None:
-                torch.add(delta, base[first:last], out=out[first:last])
-            elif scratch is not None:
-                out[first:last].copy_(delta)
-
-
-def _write_no_delta(out: Tensor, base: Tensor | None) -> None:
-    if base is None:
-        out.zero_()
+    isa = _isa(kernel, sites)
+    if isa is None:
+        eager.lora_forward(plan, x, sites, outs, bases)
     else:
-        out.copy_(base)
+        native.lora_forward(plan, x, native.Places(sites, outs, bases), isa, kernel.threads)
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() and tensor.data_ptr() % _ALIGNMENT_BYTES == 0
+def _isa(kernel: Kernel, sites: Sequence[SiteSlots]) -> str | None:
+    """The instruction set for the compiled kernel, or None for torch: the one place that decides."""
+    if kernel.name == "torch":
+        return None
+    best = native.best_isa()
+    if best is not None and all(map(native.takes, sites)):
+        if kernel.name is None:
+            return best
+        if kernel.name in native.ISAS[: native.ISAS.index(best) + 1]:
+            return kernel.name
+    if kernel.name is None:
+        return None
+    raise ValueError(f"no kernel {kernel.name!r} for these slots here; there is {native.backend()}")
 
 
 def _check(
@@ -108,14 +88,28 @@ def _check(
     for site, out, base in zip(sites, outs, bases, strict=True):
         _check_matrix("x", x, plan.rows, site.in_features, x.dtype)
         _check_matrix("out", out, plan.rows, site.out_features, x.dtype)
+        if not out.is_contiguous() and plan.rows > 1 and out.stride(0) < site.out_features:
+            raise ValueError(f"rows of out lie over each other, wanted a row stride of at least {site.out_features}")
         if base is not None:
             _check_matrix("base", base, plan.rows, site.out_features, x.dtype)
-        for slot, _, _ in plan.segments:
-            if slot >= len(site.ranks) or not 0 <= site.ranks[slot] <= site.a.shape[1]:
-                raise ValueError(f"no slot {slot} with a rank up to {site.a.shape[1]}")
+        _check_slots(plan, site)
 
 
 def _check_matrix(name: str, tensor: Tensor, rows: int, columns: int, dtype: torch.dtype) -> None:
-    if tensor.shape != (rows, columns) or tensor.dtype != dtype:
+    if tensor.shape != (rows, columns) or tensor.dtype != dtype or not tensor.is_cpu:
         found, wanted = (tuple(tensor.shape), tensor.dtype), ((rows, columns), dtype)
-        raise ValueError(f"{name} is {found}, wanted {wanted}")
+        raise ValueError(f"{name} is {found} on {tensor.device}, wanted {wanted} on the CPU")
+    if not tensor.is_contiguous() and columns > 1 and tensor.stride(1) != 1:
+        raise ValueError(f"{name} has strides {tensor.stride()}, wanted its last dimension contiguous")
+
+
+def _check_slots(plan: Plan, site: SiteSlots) -> None:
+    a, b = site.a, site.b
+    if a.dtype != b.dtype or a.dtype not in _DTYPES or not (a.is_cpu and b.is_cpu):
+        raise ValueError(f"a is {a.dtype} and b {b.dtype}, wanted one of {_DTYPES} on the CPU")
+    if a.dim() != 3 or b.dim() != 3 or a.shape[:2] != b.shape[:2]:
+        raise ValueError(f"a is {tuple(a.shape)} and b {tuple(b.shape)}, wanted [S, R, in] and [S, R, out]")
+    slots, max_rank = min(a.shape[0], len(site.ranks), len(site.scales)), a.shape[1]
+    for slot, _, _ in plan.segments:
+        if not 0 <= slot < slots or not 0 <= site.ranks[slot] <= max_rank:
+            raise ValueError(f"no slot {slot} with a rank up to {max_rank}")

@@ -1,4 +1,4 @@
-"""The LoRA kernel of the CPU against PEFT's mixed batch: `python -m tests.bench.kernels [--quick] [--threads N]`.
+"""The LoRA kernel of the CPU against PEFT's mixed batch and the memory: `python -m tests.bench.kernels [--quick]`.
 
 What is measured, for both: result = base + scale · (x Aᵀ) Bᵀ per row, at one site, where base is there already: the
 base model's own linear layer is in the numbers of neither. To that end PEFT's layer gets a base layer that returns a
@@ -8,7 +8,11 @@ they are. Adapters are spread over the tokens at random, the same way for both.
 
 In favour of ours: the plan is made once, outside the loop, as an engine makes one per batch for its hundreds of sites;
 PEFT has no such step, so it groups the rows in each call. In favour of PEFT: with 16-bit inputs it runs with float32 or
-16-bit adapters, whichever is faster here; ours has float32 slots.
+16-bit adapters, whichever is faster here; ours has slots of the input's dtype.
+
+The roof (`lora_roof`) is torch reading the adapters' bytes once, as a sum of float32: no kernel that must read them all
+can be much faster, so the ratio says which part of the memory's bandwidth ours uses. With many tokens per adapter the
+arithmetic, not the memory, is the limit, and the ratio falls.
 """
 
 from __future__ import annotations
@@ -17,14 +21,15 @@ import argparse
 import itertools
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import peft
 import torch
 from peft import LoraConfig
 from peft.tuners.lora.layer import Linear as PeftLinear
-from slotcar_kernels.cpu import lora_forward
+from slotcar_kernels import native
+from slotcar_kernels.cpu import Kernel, lora_forward
 from slotcar_kernels.plan import plan_rows
 from slotcar_kernels.sites import SiteSlots
 
@@ -32,7 +37,7 @@ from tests.bench.harness import Call, compare, interleaved, last_level_cache_byt
 
 TOKENS = (1, 8, 32, 128)
 ADAPTERS = (1, 8, 32)
-RANK = 16
+RANKS = (8, 16, 64)
 SCALE = 0.5
 DTYPES = ("float32", "bfloat16")
 
@@ -73,14 +78,24 @@ class Batch:
         return cls(case, owners, x, base)
 
 
-def make_ours(batch: Batch, weights: list[SiteSlots]) -> Callable[[], torch.Tensor]:
+def make_ours(batch: Batch, weights: list[SiteSlots], kernel: Kernel) -> Callable[[], torch.Tensor]:
     plan = plan_rows([(owner, 1) for owner in batch.owners])
     out = torch.empty_like(batch.base)
     copies = itertools.cycle(weights)
 
     def call() -> torch.Tensor:
-        lora_forward(plan, batch.x, (next(copies),), (out,), (batch.base,))
+        lora_forward(plan, batch.x, (next(copies),), (out,), (batch.base,), kernel)
         return out
+
+    return call
+
+
+def make_roof(weights: list[SiteSlots]) -> Call:
+    copies = itertools.cycle([(site.a.view(torch.float32), site.b.view(torch.float32)) for site in weights])
+
+    def call() -> None:
+        for values in next(copies):
+            values.sum()
 
     return call
 
@@ -118,30 +133,33 @@ def _peft_layer(case: Case, site: SiteSlots, adapter_dtype: torch.dtype) -> Peft
 
 def make_weights(case: Case) -> list[SiteSlots]:
     """Copies of one site's adapters, together more than twice the last-level cache."""
+    dtype = getattr(torch, case.dtype)
     shape = (case.adapters, case.rank, case.hidden)
-    copies = math.ceil(2 * last_level_cache_bytes() / (2 * math.prod(shape) * 4)) + 1
+    copies = math.ceil(2 * last_level_cache_bytes() / (2 * math.prod(shape) * dtype.itemsize)) + 1
     a, b = torch.randn(shape) * case.hidden**-0.5, torch.randn(shape) * case.rank**-0.5
     tables = [case.rank] * case.adapters, [SCALE] * case.adapters
-    return [SiteSlots(a.clone(), b.clone(), *tables) for _ in range(copies)]
+    return [SiteSlots(a.to(dtype, copy=True), b.to(dtype, copy=True), *tables) for _ in range(copies)]
 
 
-def run(case: Case, runs: int) -> None:
+def run(case: Case, runs: int, kernel: Kernel) -> None:
     batch, weights = Batch.of(case), make_weights(case)
-    ours = make_ours(batch, weights)
+    ours = make_ours(batch, weights, kernel)
     peers = {"float32": make_peer(batch, weights, torch.float32)}
     if case.dtype != "float32":
         peers[case.dtype] = make_peer(batch, weights, getattr(torch, case.dtype))
     for peer in peers.values():
         torch.testing.assert_close(peer(), ours(), rtol=0.02, atol=0.02)
     adapter_dtype = _fastest(peers)
+    described = {**asdict(case), "kernel": kernel.name or native.backend(), "slot_dtype": case.dtype}
     compare(
         "lora_add",
-        {**asdict(case), "slot_dtype": "float32", "peer_adapter_dtype": adapter_dtype},
+        {**described, "peer_adapter_dtype": adapter_dtype},
         ours,
         peers[adapter_dtype],
         f"peft {peft.__version__} mixed batch",
         runs,
     )
+    compare("lora_roof", described, ours, make_roof(weights), "a read of the adapters' bytes", runs)
 
 
 def _fastest(calls: dict[str, Call]) -> str:
@@ -151,22 +169,29 @@ def _fastest(calls: dict[str, Call]) -> str:
     return min(times, key=lambda name: times[name].median.cpu)
 
 
-def cases(hidden: int) -> list[Case]:
-    combinations = itertools.product(DTYPES, TOKENS, ADAPTERS)
+def cases(hidden: int, ranks: Sequence[int]) -> list[Case]:
+    combinations = itertools.product(DTYPES, ranks, TOKENS, ADAPTERS)
     return [
-        Case(tokens, adapters, RANK, hidden, dtype) for dtype, tokens, adapters in combinations if adapters <= tokens
+        Case(tokens, adapters, rank, hidden, dtype)
+        for dtype, rank, tokens, adapters in combinations
+        if adapters <= tokens
     ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="hidden 2048 and fewer runs, in less than a minute")
-    parser.add_argument("--threads", type=int, default=1, help="threads of torch, for both")
+    parser.add_argument("--quick", action="store_true", help="hidden 2048, rank 16 and fewer runs")
+    parser.add_argument("--runs", type=int, help="calls of each side per case")
+    parser.add_argument("--ranks", type=int, nargs="+", help=f"ranks, {RANKS} if not given")
+    parser.add_argument("--kernel", help=f"one of {native.ISAS} or torch, instead of the best one")
+    parser.add_argument("--threads", type=int, default=1, help="threads of both sides")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
-    for case in cases(2048 if arguments.quick else 4096):
-        run(case, runs=40 if arguments.quick else 200)
+    kernel = Kernel(arguments.kernel, arguments.threads)
+    ranks = arguments.ranks or ((16,) if arguments.quick else RANKS)
+    for case in cases(2048 if arguments.quick else 4096, ranks):
+        run(case, arguments.runs or (40 if arguments.quick else 200), kernel)
 
 
 if __name__ == "__main__":

@@ -61,17 +61,27 @@ class Clock:
 
 
 class StepExecutor(Executor):
-    """Holds every job until the test runs it; `when_submitted` sees it as soon as a thread could begin it."""
+    """Holds every job until the test runs it, but those that are `at_once`.
 
-    def __init__(self, when_submitted: Callable[[Callable[..., Any], tuple[Any, ...]], None] | None = None) -> None:
+    `when_submitted` sees a job as soon as a thread could begin it.
+    """
+
+    def __init__(
+        self,
+        when_submitted: Callable[[Callable[..., Any], tuple[Any, ...]], None] | None = None,
+        at_once: Callable[[Callable[..., Any]], bool] = lambda fn: False,
+    ) -> None:
         self.jobs: deque[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = deque()
         self._when_submitted = when_submitted
+        self._at_once = at_once
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
         if self._when_submitted:
             self._when_submitted(fn, args)
         self.jobs.append((future, fn, args))
+        if self._at_once(fn):
+            self.run_one(len(self.jobs) - 1)
         return future
 
     def run_one(self, index: int = 0) -> None:
@@ -142,6 +152,8 @@ class FakeDevice:
         self.reading: list[FakeBatch] = []
         self.written_while_read: list[SlotId] = []
         self.read_while_written: list[SlotId] = []
+        self.writing: set[SlotId] = set()
+        self.written_twice: list[SlotId] = []
         self.fail_fill: Exception | None = None
 
     def shape(self, model: ModelSpec) -> None:
@@ -153,6 +165,9 @@ class FakeDevice:
     def begin_write(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         if fn == self.fill:
             slot = args[0]
+            if slot in self.writing:
+                self.written_twice.append(slot)
+            self.writing.add(slot)
             self.bytes[slot] = TORN
             if any(slot == read for batch in self.reading for read, _ in batch.rows):
                 self.written_while_read.append(slot)
@@ -161,6 +176,7 @@ class FakeDevice:
         pass
 
     def fill(self, slot: SlotId, weights: Weights) -> None:
+        self.writing.discard(slot)
         if self.fail_fill is not None:
             raise self.fail_fill
         self.bytes[slot] = str(weights.adapter.digest)
@@ -212,10 +228,16 @@ class Bench:
     seen: list[Event]
 
 
-def make_bench(slots: int, *, host_bytes: int = 1 << 20, model: ModelSpec | None = MODEL, life: int = 1) -> Bench:
-    """A new epoch. Jobs wait in `load_pool` and `compute_pool`; reads of sources run at once."""
+def make_bench(
+    slots: int, *, host_bytes: int = 1 << 20, model: ModelSpec | None = MODEL, life: int = 1, fills_only: bool = False
+) -> Bench:
+    """A new epoch. Jobs wait in `load_pool` and `compute_pool`; reads of sources run at once.
+
+    `fills_only`: of the loads' jobs only those that write wait.
+    """
     clock, device, source = Clock(), FakeDevice(slots), FakeSource()
-    load_pool, compute_pool = StepExecutor(device.begin_write), StepExecutor()
+    load_pool = StepExecutor(device.begin_write, at_once=lambda fn: fills_only and fn != device.fill)
+    compute_pool = StepExecutor()
     host = HostTierLru(host_bytes)
     numbers = iter(range(1, 1 << 30))
     seen: list[Event] = []

@@ -8,13 +8,13 @@ from typing import Any
 from slotcar_sidecar.core.calls import Computed, ForwardCall, LoadCall, MappingCall
 from slotcar_sidecar.core.forward import ForwardItem
 from slotcar_sidecar.core.holds import Hold, HoldTerms
-from slotcar_sidecar.core.ids import AdapterRef, SessionId
+from slotcar_sidecar.core.ids import AdapterRef, SessionId, SlotId
 from slotcar_sidecar.core.mapping import Mapping
-from slotcar_sidecar.core.pins import HoldOwner
+from slotcar_sidecar.core.pins import HoldOwner, MappingOwner
 from slotcar_sidecar.core.residency import OnConflict
 from slotcar_sidecar.core.session import SessionTerms
 
-from tests.fakes.parts import SITE, Bench, at_once, settle, vector
+from tests.fakes.parts import SITE, Bench, at_once, make_bench, settle, vector
 
 ENGINE = SessionTerms("engine", 10.0)
 
@@ -117,3 +117,31 @@ async def computed(bench: Bench, session: SessionId, mapping: Mapping, **changes
         raise result
     assert isinstance(result, Computed)
     return result
+
+
+async def bench_with(slots: int, *names: str) -> Bench:
+    """A bench that knows all names, of which the last ones are in slots."""
+    bench = make_bench(slots)
+    for name in names:
+        await loaded(bench, name, name)
+    return bench
+
+
+async def run_all(bench: Bench) -> None:
+    """Everything goes on until all that is left waits for another step of the test."""
+    await settle()
+    while bench.load_pool.jobs:
+        bench.load_pool.run_one()
+        await settle()
+
+
+async def run_to_fills(bench: Bench) -> None:
+    """Everything goes on until all that is left are writes of slots."""
+    await settle()
+    while others := [i for i, (_, fn, _) in enumerate(bench.load_pool.jobs) if fn != bench.device.fill]:
+        bench.load_pool.run_one(others[0])
+        await settle()
+
+
+def pinned(bench: Bench, session: SessionId, mapping_id: int = 0) -> frozenset[SlotId]:
+    return bench.cache.residency.pins.by(MappingOwner(session, mapping_id))

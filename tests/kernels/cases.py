@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,16 +39,23 @@ def rows_of(entries: Entries) -> int:
     return sum(count for _, count in entries)
 
 
-def site_slots(in_features: int, out_features: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> SiteSlots:
-    """Slots of the ranks above; NaN at and above each rank, and in the slot that is never filled."""
+def site_slots(
+    in_features: int,
+    out_features: int,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    ranks: Sequence[int] = RANKS,
+) -> SiteSlots:
+    """Slots of these ranks; NaN at and above each rank, and in one slot more, which is never filled."""
     generator = torch.Generator().manual_seed(seed)
-    a = torch.full((SLOTS, MAX_RANK, in_features), math.nan)
-    b = torch.full((SLOTS, MAX_RANK, out_features), math.nan)
-    for slot, rank in enumerate(RANKS):
+    max_rank = max(MAX_RANK, *ranks)
+    a = torch.full((len(ranks) + 1, max_rank, in_features), math.nan)
+    b = torch.full((len(ranks) + 1, max_rank, out_features), math.nan)
+    for slot, rank in enumerate(ranks):
         a[slot, :rank] = torch.randn(rank, in_features, generator=generator) * in_features**-0.5
         b[slot, :rank] = torch.randn(rank, out_features, generator=generator) * max(rank, 1) ** -0.5
-    scales = [0.25 + slot for slot in range(USED_SLOTS)]
-    return SiteSlots(a.to(dtype), b.to(dtype), (*RANKS, MAX_RANK), (*scales, math.nan))
+    scales = [0.25 + slot for slot in range(len(ranks))]
+    return SiteSlots(a.to(dtype), b.to(dtype), (*ranks, max_rank), (*scales, math.nan))
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,11 @@ entries = st.lists(st.one_of(st.none(), names), max_size=3)
 class CacheMachine(World):
     """Each rule is one step of one actor."""
 
-    @initialize(entries=st.permutations(["a", "b", "c"]))
-    def start_busy(self, entries: list[str]) -> None:
-        """Every slot is taken and mapped by one of two engines: the hard states are few steps from here."""
+    @initialize(entries=st.permutations(["a", "b", "c"]), reserved_slots=st.sampled_from((0, 1, 2)))
+    def start_busy(self, entries: list[str], reserved_slots: int) -> None:
+        """Every slot is taken and mapped by one of three engines: the hard states are few steps from here."""
+        if reserved_slots:
+            self.open_session(reserved_slots=reserved_slots, ranks=1)
         for name in entries:
             self.load_at_once(name, OnConflict.FAIL)
         self.load_at_once("d", OnConflict.FAIL, in_slot=False)
@@ -92,8 +94,12 @@ class CacheMachine(World):
         self.attempt(verbs[verb])
 
     @precondition(lambda self: self.lives < 2)
-    @rule(entries=st.permutations(["a", "b", "c"]), really=st.sampled_from((False, False, False, True)))
-    def kill_and_restart(self, entries: list[str], really: bool) -> None:
+    @rule(
+        entries=st.permutations(["a", "b", "c"]),
+        reserved_slots=st.sampled_from((0, 1)),
+        really=st.sampled_from((False, False, False, True)),
+    )
+    def kill_and_restart(self, entries: list[str], reserved_slots: int, really: bool) -> None:
         if not really:
             return
         for task in (*self.loads, *(sent.task for sent in self.forwards), *(asked.task for asked in self.asked)):
@@ -102,7 +108,7 @@ class CacheMachine(World):
             fence.cancel()
         self.finish_all()
         self.start_again()
-        self.start_busy(entries)
+        self.start_busy(entries, reserved_slots)
 
     # Sessions
 

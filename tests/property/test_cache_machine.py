@@ -17,10 +17,13 @@ HARD_STATES = {
     "a fill waits for a reader",
     "a server of a later life",
     "a slot is held",
+    "calls wait beside a reservation",
+    "slots are reserved",
     "two calls wait",
+    "two slots are written",
     *(kind.value for kind in EventKind),
     *(f"Forward: {ending}" for ending in ("OK", "abandoned", *(reason.value for reason in FORWARD_ERRORS))),
-    *(f"refused: {reason}" for reason in ("SLOTS_EXHAUSTED", "MAPPING_NOT_FOUND", "ADAPTER_CONFLICT")),
+    *(f"refused: {reason}" for reason in ("SLOTS_EXHAUSTED", "ADAPTER_CONFLICT")),
 }
 
 

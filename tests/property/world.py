@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant
 from slotcar_sidecar.core.calls import LoadCall
 from slotcar_sidecar.core.errors import Reason, SlotcarError
 from slotcar_sidecar.core.ids import AdapterName, AdapterRef, SessionId
+from slotcar_sidecar.core.layout import SlotState
 from slotcar_sidecar.core.mapping import Mapping
 from slotcar_sidecar.core.residency import OnConflict
 
@@ -71,7 +72,7 @@ class World(RuleBasedStateMachine):
         self.waiting = 0
 
     async def _make(self) -> Bench:
-        bench = make_bench(SLOTS, life=self.lives)
+        bench = make_bench(SLOTS, life=self.lives, fills_only=self.lives == 1)
         for name in NAMES:
             bench.source.contents[f"/{name}"] = f"{name}1"
         return bench
@@ -95,7 +96,7 @@ class World(RuleBasedStateMachine):
         for name in cache.residency.names:
             cache.unload(AdapterRef(name), force=False)
         assert cache.capacity().available == SLOTS
-        assert cache.capacity().host_bytes[2] == 0
+        assert cache.capacity().host.held_bytes == 0
         for name in NAMES[:SLOTS]:
             self.load_at_once(name, OnConflict.FAIL)
         assert cache.capacity().pinned == 0
@@ -151,7 +152,11 @@ class World(RuleBasedStateMachine):
         cache, reached = self.bench.cache, self.reached
         reached["a fill waits for a reader"] += any(cache._state.marks._when_unread.values())
         reached["a slot is held"] += any(hold.slot for hold in cache.residency.holds)
-        reached["two calls wait"] += len(cache.residency.slots.queue) > 1
+        queue, reserved = cache.residency.slots.queue, cache.residency.slots.reserved
+        reached["two calls wait"] += len(queue) > 1
+        reached["slots are reserved"] += bool(reserved)
+        reached["calls wait beside a reservation"] += bool(reserved and queue)
+        reached["two slots are written"] += len(cache.layout.in_state(SlotState.FILLING)) > 1
         reached["a server of a later life"] += self.lives > 1
         waiting = len(cache.residency.slots.queue)
         reached["a call that waited is served or refused"] += waiting < self.waiting

@@ -26,12 +26,23 @@ from slotcar_sidecar.core.errors import (
 )
 from slotcar_sidecar.core.events import EventKind
 from slotcar_sidecar.core.forward import ForwardItem
-from slotcar_sidecar.core.ids import SlotId
+from slotcar_sidecar.core.ids import Digest, SlotId
 from slotcar_sidecar.core.layout import SlotState
 from slotcar_sidecar.core.mapping import Mapping
 from slotcar_sidecar.core.session import SessionTerms
 
-from tests.fakes.parts import IDLE_SECONDS, MODEL, SITE, Bench, digest_of, make_bench, settle, vector, weights_of
+from tests.fakes.parts import (
+    IDLE_SECONDS,
+    MODEL,
+    SITE,
+    Bench,
+    Weights,
+    digest_of,
+    make_bench,
+    settle,
+    vector,
+    weights_of,
+)
 from tests.fakes.steps import (
     ENGINE,
     computed,
@@ -42,6 +53,7 @@ from tests.fakes.steps import (
     open_session,
     read_by,
     ref,
+    run_all,
     start_load,
 )
 
@@ -612,3 +624,70 @@ async def test_a_pinned_digest_can_be_looked_up_after_its_name_has_moved() -> No
     map_names(bench, session, "a")
     await loaded(bench, "a", "a2", replace=True)
     assert bench.cache.residency.describe(ref(f"a@{digest_of('a1')}")).adapter.digest == digest_of("a1")
+
+
+class Sent:
+    """An upload that has come whole."""
+
+    def __init__(self, content: str) -> None:
+        self.content = content
+
+    def add_config(self, chunk: bytes) -> None: ...
+
+    def add_weights(self, chunk: bytes) -> None: ...
+
+    def finish(self, wanted: Digest | None) -> Weights:
+        return weights_of(self.content, source="")
+
+
+async def test_an_uploaded_name_comes_back_from_the_source_of_another_with_its_bytes() -> None:
+    bench = make_bench(1, host_bytes=1)
+    await finish(bench, asyncio.create_task(bench.cache.load(LoadCall(ref("up"), upload=Sent("same")))))
+    await loaded(bench, "source", "same")
+    await loaded(bench, "other", "other")
+    assert digest_of("same") not in bench.cache.tiers.host
+    assert (await loaded(bench, "up")).resident.adapter.digest == digest_of("same")
+
+
+async def test_a_digest_is_not_known_by_all_the_names_it_ever_had() -> None:
+    bench = make_bench(2)
+    await loaded(bench, "a", "a")
+    for number in range(20):
+        await loaded(bench, f"n{number}", "a")
+        bench.cache.unload(ref(f"n{number}"), force=False)
+    known = [n for n in range(20) if bench.cache.residency.names.was_known_as(ref(f"n{n}@{digest_of('a')}"))]
+    assert not known
+
+
+async def test_a_change_is_seen_by_whoever_waited_before_it() -> None:
+    bench = make_bench(1)
+    await loaded(bench, "a", "a")
+    seen = asyncio.create_task(bench.cache.wait_for_change(60.0))
+    await asyncio.sleep(0)
+    bench.cache.unload(ref("a"), force=False)
+    assert await seen
+
+
+async def test_uploads_are_bounded_until_their_loads_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = make_bench(1)
+    monkeypatch.setattr(bench.cache.tiers, "begin_upload", lambda *sizes: Sent("a"))
+    for _ in range(4):
+        with bench.cache.upload(1, 1) as upload:
+            task = asyncio.create_task(bench.cache.load(LoadCall(ref("a"), upload=upload)))
+            await settle()
+            task.cancel()
+            await settle()
+    with pytest.raises(CapacityExceeded), bench.cache.upload(1, 1):
+        pass
+    await run_all(bench)
+    with bench.cache.upload(1, 1):
+        pass
+
+
+async def test_loads_under_way_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slotcar_sidecar.cache.loads._MAX_UNDER_WAY", 2)
+    bench = make_bench(1)
+    tasks = [start_load(bench, "a", "a") for _ in range(3)]
+    results = await finish(bench, *tasks)
+    assert [isinstance(result, CapacityExceeded) for result in results] == [False, False, True]
+    await loaded(bench, "a", "a")

@@ -30,6 +30,8 @@ from tests.fakes.steps import (
     open_session,
     read_by,
     ref,
+    run_all,
+    run_to_fills,
     start_hold,
     start_load,
 )
@@ -199,6 +201,63 @@ async def test_a_slot_that_drains_for_a_hold_under_way_can_be_taken() -> None:
     hold, _ = await finish(bench, holding, taking)
     assert isinstance(hold, AdapterNotFound), "nothing of the session had it when the hold took effect"
     bench.cache.check_integrity()
+
+
+async def test_a_hold_that_is_released_before_it_takes_effect_is_none() -> None:
+    bench = make_bench(1)
+    session = open_session(bench)
+    await loaded(bench, "a", "a")
+    bench.cache.tiers.host.drop(digest_of("a"))
+    holding = start_hold(bench, session, "a")
+    loading = start_load(bench, "b", "b", hold=hold_terms(session, 2))
+    await settle()
+    for hold_id in (1, 2):
+        bench.cache.release_hold(session, hold_id)
+    hold, report = await finish(bench, holding, loading)
+    assert (hold.digest, hold.slot) == (digest_of("a"), False)
+    assert report.hold is None
+    assert not len(bench.cache.residency.holds)
+
+
+async def test_a_hold_whose_caller_goes_away_is_none() -> None:
+    bench = make_bench(1)
+    session = open_session(bench)
+    await loaded(bench, "a", "a")
+    bench.cache.tiers.host.drop(digest_of("a"))
+    tasks = [start_hold(bench, session, "a"), start_load(bench, "b", "b", hold=hold_terms(session, 2))]
+    await settle()
+    for task in tasks:
+        task.cancel()
+    await run_all(bench)
+    assert not len(bench.cache.residency.holds)
+    assert bench.cache.residency.describe(ref("b")).slot is not None, "the load itself outlives its caller"
+
+
+async def test_a_hold_of_a_name_that_moves_meanwhile_holds_what_the_name_has_then() -> None:
+    bench = make_bench(3)
+    for name in ("sql", "x", "y", "z"):
+        await loaded(bench, name, name)
+    session = open_session(bench, reserved_slots=1)
+    holding = start_hold(bench, session, "sql", slot=True)
+    await run_to_fills(bench)
+    replacing = start_load(bench, "sql", "sql2", replace=True)
+    await run_to_fills(bench)
+    while bench.load_pool.jobs:
+        bench.load_pool.run_one(len(bench.load_pool.jobs) - 1)
+        await settle()
+    hold, _ = await finish(bench, holding, replacing)
+    assert hold.digest == bench.cache.residency.names.digest_of(ref("sql"))
+
+
+async def test_a_load_whose_hold_is_refused_names_nothing() -> None:
+    bench = make_bench(1)
+    session = open_session(bench)
+    task = start_load(bench, "a", "a", hold=hold_terms(session))
+    await run_to_fills(bench)
+    bench.cache.close_session(session)
+    (result,) = await finish(bench, task)
+    assert isinstance(result, SessionNotFound)
+    assert not len(bench.cache.residency.names)
 
 
 async def test_holds_that_come_with_loads_are_bounded_too() -> None:

@@ -5,16 +5,12 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from slotcar_sidecar.core.calls import MappingCall
 from slotcar_sidecar.core.errors import (
     AdapterNotFound,
-    CapacityExceeded,
     LayoutStale,
-    MappingNotFound,
     ModelUnknown,
     RequestInvalid,
     SessionNotFound,
-    ShuttingDown,
     SlotsExhausted,
     SourceUnavailable,
 )
@@ -22,11 +18,10 @@ from slotcar_sidecar.core.events import EventKind
 from slotcar_sidecar.core.ids import SessionId, SlotId
 from slotcar_sidecar.core.layout import SlotState
 from slotcar_sidecar.core.mapping import Mapping
-from slotcar_sidecar.core.pins import MappingOwner
-from slotcar_sidecar.core.slots import Demand
 
-from tests.fakes.parts import IDLE_SECONDS, Bench, digest_of, make_bench, settle
+from tests.fakes.parts import IDLE_SECONDS, digest_of, make_bench, settle
 from tests.fakes.steps import (
+    bench_with,
     computed,
     finish,
     forward,
@@ -34,32 +29,14 @@ from tests.fakes.steps import (
     map_names,
     mapped,
     open_session,
+    pinned,
     read_by,
     ref,
+    run_all,
+    run_to_fills,
     start_load,
     start_map,
 )
-
-
-async def bench_with(slots: int, *names: str) -> Bench:
-    """A bench that knows all names, of which the last ones are in slots."""
-    bench = make_bench(slots)
-    for name in names:
-        await loaded(bench, name, name)
-    return bench
-
-
-async def run_all(bench: Bench) -> None:
-    """Everything goes on until all that is left waits for another step of the test."""
-    await settle()
-    while bench.load_pool.jobs:
-        bench.load_pool.run_one()
-        await settle()
-
-
-def pinned(bench: Bench, session: SessionId, mapping_id: int = 0) -> frozenset[SlotId]:
-    return bench.cache.residency.pins.by(MappingOwner(session, mapping_id))
-
 
 # With load
 
@@ -201,229 +178,78 @@ async def test_nothing_is_made_resident_before_the_model_is_known() -> None:
         await mapped(bench, open_session(bench), "a", load=True)
 
 
-# Waiting
-
-
-async def test_two_engines_that_want_each_others_slots_both_make_progress_and_so_does_a_third() -> None:
-    """Of four slots each has two and wants three, which nobody lets go by himself; a third engine asks for one."""
-    bench = await bench_with(4, "e", "f", "g", "a", "b", "c", "d")
-    one, two, three = (open_session(bench) for _ in range(3))
-    map_names(bench, one, "a", "b")
-    map_names(bench, two, "c", "d")
-    calls = [(one, ("a", "b", "e")), (two, ("c", "d", "f")), (three, ("g",))]
-    waiting = []
-    for session, names in calls:
-        waiting.append(start_map(bench, session, *names, load=True, wait_seconds=60.0))
-        await settle()
-    for (session, names), task in zip(calls, waiting, strict=True):
-        (mapping,) = await finish(bench, task)
-        assert mapping.digests == tuple(str(digest_of(name)) for name in names)
-        assert read_by(await computed(bench, session, mapping)) == list(mapping.digests)
-        map_names(bench, session, names[0])
-    assert bench.cache.capacity().waiting == 0
-
-
-async def test_two_sets_that_can_never_be_together_take_turns() -> None:
-    bench = await bench_with(2, "a", "b", "c", "d")
-    one, two, three = (open_session(bench) for _ in range(3))
-    await mapped(bench, one, "a", load=True)
-    await mapped(bench, two, "c", load=True)
-    first = start_map(bench, one, "a", "b", load=True, wait_seconds=60.0)
-    await settle()
-    second = start_map(bench, two, "c", "d", load=True, wait_seconds=60.0)
-    (mapping,) = await finish(bench, first)
-    assert read_by(await computed(bench, one, mapping)) == list(mapping.digests)
-    assert not second.done()
-    (mapping,) = await finish(bench, start_map(bench, three, "a"))
-    assert mapping.digests == (str(digest_of("a")),), "what others pin anyway costs nobody a slot"
-    bench.cache.release_mapping(one, 0)
-    bench.cache.release_mapping(three, 0)
-    (mapping,) = await finish(bench, second)
-    assert read_by(await computed(bench, two, mapping)) == list(mapping.digests)
-
-
-async def test_calls_that_wait_are_served_in_their_order_and_before_newcomers() -> None:
-    bench = await bench_with(2, "a", "b", "c", "d")
-    holder = open_session(bench)
-    map_names(bench, holder, "c", "d")
-    sessions = [open_session(bench) for _ in range(3)]
-    large = start_map(bench, sessions[0], "a", "b", load=True, wait_seconds=60.0)
-    await settle()
-    small = start_map(bench, sessions[1], "a", load=True, wait_seconds=60.0)
-    await settle()
-    map_names(bench, holder, "d")
-    await run_all(bench)
-    assert not large.done()
-    assert not small.done(), "the one that waits longer needs both slots"
-    for newcomer in (start_map(bench, sessions[2], "b", load=True), start_load(bench, "e", "e")):
-        (refusal,) = await finish(bench, newcomer)
-        assert isinstance(refusal, SlotsExhausted)
-        assert refusal.retry_after_seconds is not None
-    bench.cache.release_mapping(holder, 0)
-    results = await finish(bench, large, small)
-    assert [result.digests for result in results] == [
-        (str(digest_of("a")), str(digest_of("b"))),
-        (str(digest_of("a")),),
-    ]
-
-
-async def test_a_forward_of_a_mapping_that_is_being_replaced_does_not_pin_again() -> None:
-    bench = await bench_with(2, "a", "b", "c")
-    one, two = open_session(bench), open_session(bench)
-    before = map_names(bench, one, "b")
-    map_names(bench, two, "c")
-    waiting = start_map(bench, one, "a", "b", load=True, wait_seconds=60.0)
-    await settle()
-    assert not waiting.done()
-    assert not pinned(bench, one)
-    assert read_by(await computed(bench, one, before)) == list(before.digests)
-    assert not pinned(bench, one)
-    bench.cache.release_mapping(two, 0)
-    (mapping,) = await finish(bench, waiting)
-    assert pinned(bench, one) == mapping.slots
-
-
-async def test_a_call_waits_no_longer_than_it_said() -> None:
-    bench = await bench_with(1, "a", "b")
-    map_names(bench, open_session(bench), "b")
-    waiting = start_map(bench, open_session(bench), "a", load=True, wait_seconds=5.0)
-    await settle()
-    bench.clock.now += 4.9
-    bench.cache.expire()
-    await settle()
-    assert not waiting.done()
-    bench.clock.now += 0.2
-    bench.cache.expire()
-    await settle()
-    assert isinstance(waiting.exception(), SlotsExhausted)
-    assert bench.cache.capacity().waiting == 0
-
-
-async def test_a_caller_that_goes_away_gives_its_place_to_the_next() -> None:
-    bench = await bench_with(2, "a", "b", "c")
-    holder = open_session(bench)
-    map_names(bench, holder, "b")
-    first = start_map(bench, open_session(bench), "a", "c", load=True, wait_seconds=60.0)
-    await settle()
-    second = start_map(bench, open_session(bench), "a", load=True, wait_seconds=60.0)
-    await settle()
-    assert not second.done()
-    first.cancel()
-    (mapping,) = await finish(bench, second)
-    assert mapping.digests == (str(digest_of("a")),)
-    assert bench.cache.capacity().waiting == 0
-
-
-async def test_a_call_whose_session_ends_or_whose_mapping_is_released_waits_no_longer() -> None:
-    bench = await bench_with(1, "a", "b")
-    map_names(bench, open_session(bench), "b")
-    one, two = open_session(bench), open_session(bench)
-    waiting = [start_map(bench, session, "a", load=True, wait_seconds=60.0) for session in (one, two)]
-    await settle()
-    bench.cache.close_session(one)
-    bench.cache.release_mapping(two, 0)
-    await settle()
-    assert [type(task.exception()) for task in waiting] == [SessionNotFound, MappingNotFound]
-
-
-async def test_a_later_mapping_of_the_same_id_is_not_undone_by_an_earlier_one_that_loads() -> None:
-    """The caller gave up on the first; its load goes on and must not take the place of the second."""
-    bench = await bench_with(2, "a", "b", "c")
+async def test_a_fill_that_fails_leaves_the_slot_of_another_to_its_writer() -> None:
+    """Of two fills one fails; the other's adapter is unloaded. Its slot is nobody's before its write has ended."""
+    bench = await bench_with(2, "a", "b")
+    for name in ("k", "l", "m"):
+        await loaded(bench, name, name, in_slot=False)
     session = open_session(bench)
-    first = start_map(bench, session, "a", load=True)
+    task = start_map(bench, session, "k", "l", load=True)
+    await run_to_fills(bench)
+    bench.cache.unload(ref("l"), force=False)
+    bench.device.fail_fill = RuntimeError("the device refused the write")
+    bench.load_pool.run_one()
+    bench.device.fail_fill = None
     await settle()
-    second = map_names(bench, session, "c")
-    (result,) = await finish(bench, first)
-    assert isinstance(result, MappingNotFound)
-    assert bench.cache.sessions.get(session).mapping(0) is second
-    assert pinned(bench, session) == second.slots
+    assert len(bench.cache.layout.in_state(SlotState.FILLING)) == 1
+    bench.cache.check_integrity()
+    other = start_map(bench, session, "m", load=True, mapping_id=5)
+    await run_to_fills(bench)
+    results = await finish(bench, task, other)
+    assert isinstance(results[0], RuntimeError)
+    assert read_by(await computed(bench, session, results[1])) == [str(digest_of("m"))]
+    assert not bench.device.written_twice
+    assert not bench.cache.layout.in_state(SlotState.FILLING)
+    assert bench.cache.layout.find(digest_of("l")) is None
 
 
-async def test_a_refused_call_takes_nothing_from_one_of_its_mapping_that_waits() -> None:
-    bench = await bench_with(2, "a", "b", "c")
-    one, two = open_session(bench), open_session(bench)
-    map_names(bench, two, "c")
-    waiting = start_map(bench, one, "a", "b", load=True, wait_seconds=60.0)
+async def test_a_call_without_effect_leaves_the_mapping_of_before_pinned() -> None:
+    bench = await bench_with(2, "b", "a", "z")
+    session = open_session(bench)
+    before = map_names(bench, session, "a")
+    task = start_map(bench, session, "b", load=True)
+    await run_to_fills(bench)
+    task.cancel()
+    await run_all(bench)
+    assert pinned(bench, session) == before.slots
+    assert read_by(await computed(bench, session, before)) == list(before.digests)
+
+
+async def test_a_mapping_of_before_lets_go_rather_than_break_a_reservation() -> None:
+    bench = await bench_with(3, "d", "a", "b", "c")
+    open_session(bench, reserved_slots=1)
+    session = open_session(bench)
+    map_names(bench, session, "a", "b")
+    task = start_map(bench, session, "a", "d", load=True)
+    await run_to_fills(bench)
+    bench.cache.check_integrity()
+    (mapping,) = await finish(bench, task)
+    assert pinned(bench, session) == mapping.slots
+
+
+async def test_a_load_for_a_session_that_is_gone_evicts_nobody() -> None:
+    bench = await bench_with(1, "b", "a")
+    session = open_session(bench)
+    task = start_map(bench, session, "b", load=True)
     await settle()
-    with pytest.raises(SlotsExhausted):
-        map_names(bench, one, "b")
-    bench.cache.release_mapping(two, 0)
-    (mapping,) = await finish(bench, waiting)
-    assert pinned(bench, one) == mapping.slots
+    bench.cache.close_session(session)
+    (result,) = await finish(bench, task)
+    assert isinstance(result, SessionNotFound)
+    assert bench.cache.layout.find(digest_of("a")) is not None
 
 
-async def test_a_call_that_waits_ends_when_its_mapping_is_set_otherwise() -> None:
-    bench = await bench_with(2, "a", "b", "c")
-    one, two = open_session(bench), open_session(bench)
-    map_names(bench, two, "c")
-    waiting = start_map(bench, one, "a", "b", load=True, wait_seconds=60.0)
-    await settle()
-    mapping = map_names(bench, one, "c")
-    await settle()
-    assert isinstance(waiting.exception(), MappingNotFound)
-    assert pinned(bench, one) == mapping.slots
-    assert bench.cache.capacity().waiting == 0
-
-
-async def test_a_server_that_closes_ends_what_waits() -> None:
-    bench = await bench_with(1, "a", "b")
-    map_names(bench, open_session(bench), "b")
-    waiting = start_map(bench, open_session(bench), "a", load=True, wait_seconds=60.0)
-    await settle()
-    bench.cache.close()
-    await settle()
-    assert isinstance(waiting.exception(), ShuttingDown)
-
-
-async def test_the_queue_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slotcar_sidecar.cache.mappings._MAX_WAITING", 1)
-    bench = await bench_with(1, "a", "b")
-    map_names(bench, open_session(bench), "b")
-    tasks = [start_map(bench, open_session(bench), "a", load=True, wait_seconds=60.0) for _ in range(2)]
-    await settle()
-    assert not tasks[0].done()
-    assert isinstance(tasks[1].exception(), CapacityExceeded)
-
-
-@pytest.mark.parametrize("seconds", [-1.0, 3601.0, float("nan"), float("inf")])
-def test_a_wait_beyond_its_bounds_is_refused(seconds: float) -> None:
-    with pytest.raises(RequestInvalid):
-        MappingCall(SessionId("s"), 0, (), wait_seconds=seconds)
-
-
-async def test_who_joins_the_queue_wakes_nobody_but_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or each of many that wait would make all others look again."""
-    bench = await bench_with(1, "a", "b")
-    map_names(bench, open_session(bench), "b")
-    looks: list[SessionId] = []
-    check = bench.cache.residency.slots.check
-
-    def counted(demand: Demand) -> None:
-        assert isinstance(demand.party, SessionId)
-        looks.append(demand.party)
-        check(demand)
-
-    monkeypatch.setattr(bench.cache.residency.slots, "check", counted)
-    sessions = [open_session(bench) for _ in range(20)]
-    tasks = [start_map(bench, session, "a", load=True, wait_seconds=60.0) for session in sessions]
-    await settle()
-    assert bench.cache.capacity().waiting == len(tasks)
-    assert [looks.count(session) for session in sessions[1:]] == [1] * (len(sessions) - 1)
-
-
-async def test_a_call_that_waited_in_vain_leaves_the_mapping_pinned_as_it_was() -> None:
-    bench = await bench_with(2, "a", "b", "c")
-    one, two = open_session(bench), open_session(bench)
-    before = map_names(bench, one, "b")
-    map_names(bench, two, "c")
-    waiting = start_map(bench, one, "a", "b", load=True, wait_seconds=5.0)
-    await settle()
-    assert not pinned(bench, one)
-    bench.clock.now += 6.0
-    bench.cache.expire()
-    await settle()
-    assert isinstance(waiting.exception(), SlotsExhausted)
-    assert pinned(bench, one) == before.slots
+async def test_a_mapping_that_joins_a_load_protects_no_more_than_the_others_slots() -> None:
+    bench = await bench_with(2, "b", "c", "a")
+    one, two = open_session(bench, reserved_slots=1), open_session(bench)
+    map_names(bench, two, "a", mapping_id=1)
+    first = start_map(bench, one, "b", load=True)
+    await run_to_fills(bench)
+    second = start_map(bench, two, "b", load=True, mapping_id=2)
+    await run_to_fills(bench)
+    bench.cache.check_integrity()
+    mapping, refusal = await finish(bench, first, second)
+    assert mapping.digests == (str(digest_of("b")),)
+    assert isinstance(refusal, SlotsExhausted)
 
 
 # Idleness

@@ -22,6 +22,7 @@ from slotcar_sidecar.core.tensor import ITEM_BYTES
 
 _MAX_LOADING = 4
 _MAX_UPLOADS = 4
+_MAX_UNDER_WAY = 1024
 
 
 class Loads:
@@ -32,39 +33,56 @@ class Loads:
         self._fills: dict[Digest, asyncio.Task[None]] = {}
         # Weights that are read and not yet in the host tier are outside its bound: only so many at a time.
         self._loading = asyncio.Semaphore(_MAX_LOADING)
-        self._uploads = 0
+        self._under_way = 0
+        self._uploads: set[Upload] = set()
+        self._loaded_uploads: set[Upload] = set()
 
     @contextlib.contextmanager
     def upload(self, config_bytes: int, weights_bytes: int) -> Iterator[Upload]:
         """Takes the files of an adapter while the context is open; they are outside the host tier's bound."""
         if self._state.shutting_down:
             raise ShuttingDown
-        if self._uploads >= _MAX_UPLOADS:
-            raise CapacityExceeded("other uploads are under way", found=self._uploads, wanted=_MAX_UPLOADS)
-        self._uploads += 1
+        if len(self._uploads) >= _MAX_UPLOADS:
+            raise CapacityExceeded("other uploads are under way", found=len(self._uploads), wanted=_MAX_UPLOADS)
+        upload = self._state.tiers.begin_upload(config_bytes, weights_bytes)
+        self._uploads.add(upload)
         try:
-            yield self._state.tiers.begin_upload(config_bytes, weights_bytes)
+            yield upload
         finally:
-            self._uploads -= 1
+            if upload not in self._loaded_uploads:
+                self._uploads.discard(upload)
 
     async def load(self, call: LoadCall) -> Loaded:
         """Makes an adapter resident under a name. The load goes on when the caller goes away."""
         if self._state.shutting_down:
             raise ShuttingDown
-        return await self._state.outliving(self._load(call))
+        if self._under_way >= _MAX_UNDER_WAY:
+            raise CapacityExceeded("too many loads are under way", found=self._under_way, wanted=_MAX_UNDER_WAY)
+        self._under_way += 1
+        if call.upload is not None:
+            self._loaded_uploads.add(call.upload)
+        if call.hold is None:
+            return await self._state.outliving(self._load(call, None))
+        with self._state.pending_hold(call.hold.owner) as token:
+            return await self._state.outliving(self._load(call, token))
 
-    async def _load(self, call: LoadCall) -> Loaded:
+    async def _load(self, call: LoadCall, hold_token: object | None) -> Loaded:
         state = self._state
         try:
             if call.hold is not None:
                 state.check_hold(call.hold.owner)
             async with self._loading:
-                return await self._place(call, *await self._find_weights(call))
+                return await self._place(call, hold_token, *await self._find_weights(call))
         except SlotcarError as error:
             reason = f"{error.reason}: {error.message}"
             state.events.record(EventKind.REFUSED, state.layout.generation, name=call.ref.name, reason=reason)
             state.publish()
             raise
+        finally:
+            self._under_way -= 1
+            if call.upload is not None:
+                self._loaded_uploads.discard(call.upload)
+                self._uploads.discard(call.upload)
 
     async def _find_weights(self, call: LoadCall) -> tuple[HostAdapter, str | None]:
         """The verified weights, and the caller's source if they were read there; a known digest is not read again."""
@@ -77,7 +95,9 @@ class Loads:
             return (known, None) if known else (await tiers.from_source(uri, ref.digest), uri)
         return await self._bytes_of(ref), None
 
-    async def _place(self, call: LoadCall, weights: HostAdapter, source: str | None) -> Loaded:
+    async def _place(
+        self, call: LoadCall, hold_token: object | None, weights: HostAdapter, source: str | None
+    ) -> Loaded:
         state, residency = self._state, self._state.residency
         adapter, name = weights.adapter, call.ref.name
         binding = Binding(name, call.on_conflict, call.keep, source, call.in_slot)
@@ -94,11 +114,12 @@ class Loads:
                 already_resident = await self.make_resident(weights, name, claim)
             else:
                 already_resident = residency.readable_slot(adapter.digest) is not None
+            # A hold that was released meanwhile, or whose caller is gone, would be nobody's to release.
+            terms = call.hold if call.hold and state.is_pending(call.hold.owner, hold_token) else None
+            if terms is not None:
+                state.check_hold(terms.owner)
             residency.bind(adapter, binding)
-            hold = None
-            if call.hold is not None:
-                state.check_hold(call.hold.owner)
-                hold = residency.hold(call.hold, AdapterRef(name, adapter.digest), state.now())
+            hold = residency.hold(terms, AdapterRef(name, adapter.digest), state.now()) if terms else None
         finally:
             for digest in claimed:
                 residency.unclaim(digest, claim)

@@ -6,10 +6,20 @@ import asyncio
 from contextlib import AbstractContextManager
 
 from slotcar_sidecar.cache.forwards import Forwards
+from slotcar_sidecar.cache.holds import SessionHolds
 from slotcar_sidecar.cache.loads import Loads
 from slotcar_sidecar.cache.mappings import Mappings
 from slotcar_sidecar.cache.state import State
-from slotcar_sidecar.core.calls import Capacity, Computed, Estimate, ForwardCall, LoadCall, Loaded, MappingCall
+from slotcar_sidecar.core.calls import (
+    Capacity,
+    Computed,
+    Estimate,
+    ForwardCall,
+    HostUse,
+    LoadCall,
+    Loaded,
+    MappingCall,
+)
 from slotcar_sidecar.core.errors import CapacityExceeded, ShuttingDown
 from slotcar_sidecar.core.events import EventKind, EventLog
 from slotcar_sidecar.core.holds import Hold, HoldTerms
@@ -39,6 +49,7 @@ class AdapterCache:
         self._state = State(residency, sessions, tiers, device, environment, limits)
         self._loads = Loads(self._state)
         self._mappings = Mappings(self._state, self._loads)
+        self._holds = SessionHolds(self._state, self._loads)
         self._forwards = Forwards(self._state, self._mappings)
         self.residency = residency
         self.sessions = sessions
@@ -64,7 +75,7 @@ class AdapterCache:
     async def wait_for_change(self, timeout_seconds: float) -> bool:
         """Waits until anything changes after the call; False when the time is over."""
         try:
-            await asyncio.wait_for(self._state.change(), timeout_seconds)
+            await asyncio.wait_for(self._state.changed.wait(), timeout_seconds)
         except TimeoutError:
             return False
         return True
@@ -79,7 +90,7 @@ class AdapterCache:
             reserved=sum(residency.slots.reserved.values()),
             keeps=len(residency.names.kept),
             slot_bytes=self.device.slot_bytes(),
-            host_bytes=(host.used_bytes, host.capacity_bytes, host.bytes_of(held)),
+            host=HostUse(host.used_bytes, host.capacity_bytes, host.bytes_of(held)),
             adapters=(len(residency.names), residency.names.capacity),
             sessions=(len(self.sessions), self.sessions.capacity),
             waiting=self._mappings.waiting,
@@ -209,8 +220,7 @@ class AdapterCache:
         session = self.sessions.end(session_id)
         if session is None:
             return
-        for mapping_id in session.mappings:
-            self.residency.release(MappingOwner(session_id, mapping_id))
+        self.residency.release(*(MappingOwner(session_id, mapping_id) for mapping_id in session.mappings))
         for hold in self.residency.holds.of_session(session_id):
             self.residency.release_hold(hold.owner, "the session ended")
         self.residency.slots.reserved.pop(session_id, None)
@@ -229,6 +239,7 @@ class AdapterCache:
         for session in self.sessions.expired(self._state.now()):
             self.close_session(session.session_id, "grace passed")
         self._mappings.expire()
+        self._holds.expire()
 
     def _record_session(self, kind: EventKind, session: Session, reason: str) -> None:
         self.events.record(kind, self.layout.generation, session=session.session_id, reason=reason)
@@ -246,11 +257,11 @@ class AdapterCache:
 
     async def hold(self, terms: HoldTerms, ref: AdapterRef) -> Hold:
         """Keeps an adapter from leaving; see HoldTerms."""
-        return await self._mappings.hold(terms, ref)
+        return await self._holds.hold(terms, ref)
 
     def release_hold(self, session_id: SessionId, hold_id: int) -> None:
         """Ends a hold. Idempotent."""
-        self._mappings.release_hold(session_id, hold_id)
+        self._holds.release(session_id, hold_id)
 
     # The computation
 

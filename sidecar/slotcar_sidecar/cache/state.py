@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import contextlib
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Executor
 from typing import Any, TypeVar
 
@@ -43,6 +44,7 @@ class State:
         self.closing = asyncio.Event()
         self.listeners: list[Callable[[], None]] = []
         self._changed = asyncio.Event()
+        self._pending_holds: dict[HoldOwner, set[object]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
@@ -57,7 +59,26 @@ class State:
         """Raises SessionNotFound, or CapacityExceeded when the session has all the holds that it may have."""
         self.sessions.get(owner.session)
         holds = self.residency.holds
-        self.limits.check_holds(len(holds.of_session(owner.session)), is_new=holds.get(owner) is None)
+        self.limits.check_holds(holds.count(owner.session), is_new=holds.get(owner) is None)
+
+    @contextlib.contextmanager
+    def pending_hold(self, owner: HoldOwner) -> Iterator[object]:
+        """A hold is on its way while its caller waits for it and nobody has released it."""
+        token = object()
+        self._pending_holds.setdefault(owner, set()).add(token)
+        try:
+            yield token
+        finally:
+            self._pending_holds.get(owner, set()).discard(token)
+            if not self._pending_holds.get(owner, True):
+                del self._pending_holds[owner]
+
+    def is_pending(self, owner: HoldOwner, token: object) -> bool:
+        return token in self._pending_holds.get(owner, ())
+
+    def withdraw_holds(self, owner: HoldOwner) -> None:
+        """What is on its way for the owner takes no effect any more."""
+        self._pending_holds.pop(owner, None)
 
     def now(self) -> float:
         return self.environment.clock()
@@ -69,9 +90,10 @@ class State:
         for listener in self.listeners:
             listener()
 
-    async def change(self) -> None:
-        """Returns after the next change."""
-        await self._changed.wait()
+    @property
+    def changed(self) -> asyncio.Event:
+        """Is set by the next change."""
+        return self._changed
 
     async def run(self, pool: Executor, call: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(pool, call, *arguments)

@@ -62,8 +62,17 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True)
+class HostUse:
+    """Bytes in the host tier, the most that there may be, and those that may not be dropped."""
+
+    used_bytes: int
+    capacity_bytes: int
+    held_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Capacity:
-    """How full the server is. Pairs are what there is and the most that there may be; `host_bytes` has what is held."""
+    """How full the server is. Pairs are what there is and the most that there may be."""
 
     slots: Mapping[SlotState, int]
     pinned: int
@@ -71,7 +80,7 @@ class Capacity:
     reserved: int
     keeps: int
     slot_bytes: int
-    host_bytes: tuple[int, int, int]
+    host: HostUse
     adapters: tuple[int, int]
     sessions: tuple[int, int]
     waiting: int

@@ -46,6 +46,7 @@ class Holds:
     def __init__(self) -> None:
         self._holds: dict[HoldOwner, Hold] = {}
         self._by_digest: dict[Digest, set[HoldOwner]] = {}
+        self._by_session: dict[SessionId, dict[int, Hold]] = {}
 
     def __len__(self) -> int:
         return len(self._holds)
@@ -62,8 +63,11 @@ class Holds:
 
     def of_session(self, session: SessionId) -> tuple[Hold, ...]:
         """The session's holds, by id."""
-        mine = (hold for hold in self._holds.values() if hold.owner.session == session)
-        return tuple(sorted(mine, key=lambda hold: hold.owner.hold_id))
+        return tuple(hold for _, hold in sorted(self._by_session.get(session, {}).items()))
+
+    def count(self, session: SessionId) -> int:
+        """How many holds the session has."""
+        return len(self._by_session.get(session, ()))
 
     def is_held(self, digest: Digest) -> bool:
         return digest in self._by_digest
@@ -76,6 +80,7 @@ class Holds:
         self.remove(hold.owner)
         self._holds[hold.owner] = hold
         self._by_digest.setdefault(hold.digest, set()).add(hold.owner)
+        self._by_session.setdefault(hold.owner.session, {})[hold.owner.hold_id] = hold
 
     def remove(self, owner: HoldOwner) -> Hold | None:
         """Removes the owner's hold and returns it, None if there is none."""
@@ -85,6 +90,10 @@ class Holds:
             owners.discard(owner)
             if not owners:
                 del self._by_digest[hold.digest]
+            mine = self._by_session[owner.session]
+            del mine[owner.hold_id]
+            if not mine:
+                del self._by_session[owner.session]
         return hold
 
     def expired(self, now: float) -> list[Hold]:

@@ -79,7 +79,7 @@ class Names:
     def source_of(self, ref: AdapterRef) -> str:
         """Where to load from again what the ref says, empty for what was uploaded. Raises AdapterNotFound."""
         if ref.name in self._digests and ref.digest in (None, self._digests[ref.name]):
-            return self._sources[ref.name]
+            return self._sources[ref.name] or self._adapters[self._digests[ref.name]].source
         if ref.digest is not None and ref.digest in self._adapters:
             return self._adapters[ref.digest].source
         raise AdapterNotFound(ref)
@@ -142,6 +142,11 @@ class Names:
         before = len(self._kept)
         self._kept.discard(name)
         return len(self._kept) < before
+
+    def forget_alias(self, name: AdapterName, digest: Digest) -> None:
+        """Nobody will ask for the digest by a name that it has no more."""
+        if self._digests.get(name) != digest and digest in self._known_as:
+            self._known_as[digest].discard(name)
 
     def forget(self, digest: Digest) -> bool:
         """Nothing refers to the digest any more; False if it was not known."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -49,6 +49,12 @@ class Pins:
         wanted = frozenset(slots)
         table = {slot: owners | {owner} if slot in wanted else owners - {owner} for slot, owners in self.owners.items()}
         table |= {slot: frozenset({owner}) for slot in wanted - table.keys()}
+        return Pins(MappingProxyType({slot: owners for slot, owners in table.items() if owners}))
+
+    def without(self, gone: Collection[PinOwner]) -> Pins:
+        """The owners `gone` pin nothing any more."""
+        gone = frozenset(gone)
+        table = {slot: owners - gone for slot, owners in self.owners.items()}
         return Pins(MappingProxyType({slot: owners for slot, owners in table.items() if owners}))
 
     def end(self, slot: SlotId) -> Pins:

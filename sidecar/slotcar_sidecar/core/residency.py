@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Unpack
 
 from slotcar_sidecar.core.adapter import Adapter
-from slotcar_sidecar.core.errors import AdapterNotFound, AdapterNotResident, RequestInvalid, SlotsExhausted
+from slotcar_sidecar.core.errors import AdapterNotFound, AdapterNotResident, RequestInvalid
 from slotcar_sidecar.core.events import EventKind, EventLog, Subject
 from slotcar_sidecar.core.holds import Hold, Holds, HoldTerms
 from slotcar_sidecar.core.ids import AdapterName, AdapterRef, Digest, SessionId, SlotId
@@ -137,7 +137,7 @@ class Residency:
         owners: set[PinOwner] = set(self.holds.of(digest))
         if slot is not None:
             owners |= self.pins.of(slot)
-        return any(owner.session == session for owner in owners)
+        return any(owner.session == session for owner in owners) or self.slots.resolves(digest, session)
 
     def entries(self, wanted: Sequence[AdapterRef | None]) -> tuple[Entry | None, ...]:
         """Resolved refs with their slots. Raises AdapterNotResident with every ref that is in none."""
@@ -170,7 +170,8 @@ class Residency:
         readable = [slot for digest in digests if (slot := self.readable_slot(digest)) is not None]
         fills = sum(slot is None for slot in found.values())
         what = "the mapping" if len(digests) != 1 else next(str(ref.name) for ref in wanted if ref is not None)
-        return Demand(what, owner.session, self.pins.replace(owner, readable), fills, turn)
+        joins = frozenset(slot for slot in found.values() if slot is not None and slot not in readable)
+        return Demand(what, owner.session, self.pins.replace(owner, readable), fills, turn, joins)
 
     def pin(self, owner: MappingOwner, slots: Iterable[SlotId]) -> None:
         """`owner` pins exactly `slots`; what only it pinned before may drain away."""
@@ -178,31 +179,19 @@ class Residency:
         self.slots.touch(slots)
         self._drained(self.slots.pin(owner, slots))
 
-    def release(self, owner: MappingOwner) -> None:
-        """`owner` pins nothing any more. Idempotent."""
-        self.pin(owner, ())
+    def release(self, *owners: MappingOwner) -> None:
+        """The owners pin nothing any more. Idempotent."""
+        self._drained(self.slots.unpin(owners))
 
-    def renew(self, owner: MappingOwner, entries: Iterable[Entry | None]) -> bool:
-        """Pins again what an idle mapping uses; False, and nothing happens, when that cannot be."""
+    def renew(self, owner: MappingOwner, entries: Iterable[Entry | None]) -> None:
+        """Pins again what an idle mapping uses, if all of it is there and there is room for that."""
         mine = [entry for entry in entries if entry is not None]
         slots = {entry.slot for entry in mine}
-        if any(self.readable_slot(entry.digest) != entry.slot for entry in mine):
-            return False
-        if not self._has_room(owner, slots):
-            return False
-        self.pin(owner, slots)
-        return True
+        if all(self.readable_slot(entry.digest) == entry.slot for entry in mine) and self._may_pin(owner, slots):
+            self.pin(owner, slots)
 
-    def _has_room(self, owner: PinOwner, slots: Iterable[SlotId]) -> bool:
-        try:
-            self.slots.check(Demand("", owner.session, self.pins.replace(owner, slots), 0))
-        except SlotsExhausted:
-            return False
-        return True
-
-    def advance(self) -> None:
-        """Moves to the next generation though no slot changes, so that a mapping made now has one of its own."""
-        self.slots.layout = self.layout.advance()
+    def _may_pin(self, owner: PinOwner, slots: Iterable[SlotId]) -> bool:
+        return self.slots.has_room(Demand("", owner.session, self.pins.replace(owner, slots), 0))
 
     # Holds
 
@@ -211,7 +200,7 @@ class Residency:
         assert ref.digest is not None
         owner, before = terms.owner, self.holds.get(terms.owner)
         slot = self.readable_slot(ref.digest) if terms.slot and self.may_hold_slot(owner, ref.digest) else None
-        if slot is not None and not self._has_room(owner, (slot,)):
+        if slot is not None and not self._may_pin(owner, (slot,)):
             slot = None
         expires_at = now + terms.seconds if terms.seconds is not None else None
         hold = Hold(owner, ref, ref.digest, slot is not None, expires_at)
@@ -271,12 +260,16 @@ class Residency:
         return slot
 
     def finish_fill(self, slot: SlotId) -> None:
-        """The slot's bytes are written: it becomes visible."""
-        self.slots.layout = self.layout.occupy(slot)
+        """The slot's bytes are written: it becomes visible, or goes if nobody wants it any more."""
+        self.slots.occupy(slot)
+        self._retire_slot(slot)
 
     def abandon_fill(self, slot: SlotId) -> None:
         """The slot's bytes are not the digest's: it becomes free."""
-        self.slots.layout = self.layout.release(slot)
+        digest = self.layout[slot].digest
+        self.slots.release(slot)
+        if digest is not None:
+            self._retire(digest)
 
     def bind(self, adapter: Adapter, binding: Binding) -> None:
         """Gives an adapter the name, in one step with its keep; what the name had before may drain away."""
@@ -288,9 +281,10 @@ class Residency:
         if binding.keep:
             self.names.keep(name)
         if slot is not None and self.layout[slot].state is SlotState.DRAINING:
-            self.slots.layout = self.layout.revive(slot)
+            self.slots.revive(slot)
         if before is not None:
             self._record(EventKind.REPLACED, name=name, digest=digest, slot=slot, reason=f"was {before}")
+            self._leave_alias(name, before)
             self._retire(before)
         else:
             self._record(EventKind.LOADED, name=name, digest=digest, slot=slot)
@@ -309,12 +303,13 @@ class Residency:
             ended |= {hold.owner for hold in ended_holds}
             if slot is not None:
                 ended |= self.pins.of(slot)
-                self.slots.layout = self.layout.invalidate(slot)
-                self.slots.pins = self.pins.end(slot)
+                self.slots.invalidate(slot)
+            self.slots.end_resolving(digest)
         reason = f"forced; {len(ended)} pins ended" if force else ""
         self._record(EventKind.UNLOADED, name=ref.name, digest=digest, slot=slot, reason=reason)
         for hold in ended_holds:
             self._end_hold(hold, f"{ref.name} was unloaded by force")
+        self._leave_alias(ref.name, digest)
         self._retire(digest)
         return Unloaded(digest, self.layout[slot].state if slot is not None else None, len(ended))
 
@@ -336,28 +331,43 @@ class Residency:
 
     # Steps that the methods above share
 
+    def _leave_alias(self, name: AdapterName, digest: Digest) -> None:
+        """A digest that nobody pins or holds need not be known by the name that left it."""
+        slot = self.layout.find(digest)
+        if not (self.holds.is_held(digest) or (slot is not None and self.pins.of(slot))):
+            self.names.forget_alias(name, digest)
+
     def _retire(self, digest: Digest) -> None:
-        """Frees a digest that has no name and no claim, or lets its slot drain while it is pinned."""
+        """Frees a digest that has no name and no claim, or lets its slot drain while it is pinned.
+
+        A slot that is being written is left alone: its end looks again.
+        """
+        slot = self.layout.find(digest)
         if self.names.is_named(digest) or self.slots.is_claimed(digest):
             return
-        slot = self.layout.find(digest)
+        if slot is not None and self.layout[slot].state is SlotState.FILLING:
+            return
         if slot is not None and self.pins.of(slot):
             if self.layout[slot].state is SlotState.OCCUPIED:
-                self.slots.layout = self.layout.drain(slot)
+                self.slots.drain(slot)
                 pins = len(self.pins.of(slot))
                 self._record(EventKind.DRAINING, digest=digest, slot=slot, reason=f"{pins} pins left")
             return
         if slot is not None:
-            self.slots.layout = self.layout.release(slot)
+            self.slots.release(slot)
             self._record(EventKind.FREED, digest=digest, slot=slot, reason="no name has it")
         if not self.holds.is_held(digest) and self.names.forget(digest):
             self._on_forget(digest)
 
     def _drained(self, unpinned: Iterable[SlotId]) -> None:
         for slot in unpinned:
-            digest = self.layout[slot].digest
-            if self.layout[slot].state is SlotState.DRAINING and digest is not None:
-                self._retire(digest)
+            if self.layout[slot].state is SlotState.DRAINING:
+                self._retire_slot(slot)
+
+    def _retire_slot(self, slot: SlotId) -> None:
+        digest = self.layout[slot].digest
+        if digest is not None:
+            self._retire(digest)
 
     def _record(self, kind: EventKind, **subject: Unpack[Subject]) -> None:
         self.events.record(kind, self.layout.generation, **subject)

@@ -100,6 +100,11 @@ class Sessions:
             raise SessionNotFound from None
 
     @property
+    def max_mappings(self) -> int:
+        """The most mappings of one session."""
+        return self._max_mappings
+
+    @property
     def capacity(self) -> int:
         return self._max_sessions
 

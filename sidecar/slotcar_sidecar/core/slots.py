@@ -7,7 +7,7 @@ for slots get theirs before any newcomer, in their order.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from slotcar_sidecar.core.errors import SlotsExhausted
@@ -25,23 +25,29 @@ READABLE = (SlotState.OCCUPIED, SlotState.DRAINING)
 class Claim:
     """A load under way keeps its digest from being forgotten.
 
-    `slot`: and the digest's slot from being taken. `bytes`: and its bytes from being dropped.
+    `slot`: and the digest's slot from being taken. `bytes`: and its bytes from being dropped. `resolves`: and
+    `name@digest` goes on to resolve in its session, unless an unload by force ends that.
     """
 
     party: Party
     slot: bool = True
     bytes: bool = False
+    resolves: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a call wants of the slots: `pins` to stand, `fills` slots to write, for `party`, in its `turn`."""
+    """What a call wants of the slots: `pins` to stand, `fills` slots to write, for `party`, in its `turn`.
+
+    `joins` are slots that others fill and that the call will pin.
+    """
 
     what: str
     party: Party
     pins: Pins
     fills: int
     turn: object | None = None
+    joins: frozenset[SlotId] = frozenset()
 
 
 class Slots:
@@ -71,6 +77,15 @@ class Slots:
         claims.discard(claim)
         if not claims:
             self._claims.pop(digest, None)
+
+    def end_resolving(self, digest: Digest) -> None:
+        """No session can ask for the digest any more because a call of it waits."""
+        for claim in [claim for claim in self._claims.get(digest, ()) if claim.resolves]:
+            self.unclaim(digest, claim)
+
+    def resolves(self, digest: Digest, session: SessionId) -> bool:
+        """Whether a call of the session waits with the digest."""
+        return any(claim.resolves and claim.party == session for claim in self._claims.get(digest, ()))
 
     def is_claimed(self, digest: Digest) -> bool:
         return digest in self._claims
@@ -108,18 +123,31 @@ class Slots:
             return
         after = self.protectors(demand.pins)
         total, party = len(self), demand.party
+        for slot in demand.joins:
+            after[slot] = after.get(slot, frozenset()) | {party}
         parties = [*after.values(), *[frozenset({party})] * demand.fills]
         if len(parties) > total or common_use(parties, self.reserved) > total - sum(self.reserved.values()):
             raise self._exhausted(demand, after)
         if not self.queue or self.queue[0] is demand.turn or self._is_within_reservation(party, parties):
             return
         if demand.fills or after.keys() - self.protectors().keys():
-            raise SlotsExhausted(
-                f"calls that wait for slots come before {demand.what}",
-                retry_after_seconds=_RETRY_SECONDS,
-                slots=total,
-                waiting=len(self.queue),
-            )
+            raise self._behind(demand.what)
+
+    def _behind(self, what: str) -> SlotsExhausted:
+        return SlotsExhausted(
+            f"calls that wait for slots come before {what}",
+            retry_after_seconds=_RETRY_SECONDS,
+            slots=len(self),
+            waiting=len(self.queue),
+        )
+
+    def has_room(self, demand: Demand) -> bool:
+        """Whether the demand can be met now."""
+        try:
+            self.check(demand)
+        except SlotsExhausted:
+            return False
+        return True
 
     def _is_within_reservation(self, party: Party, parties: Iterable[frozenset[Party]]) -> bool:
         return party is not None and sum(party in slot for slot in parties) <= self.reserved.get(party, 0)
@@ -152,6 +180,8 @@ class Slots:
             raise SlotsExhausted(
                 f"{limit} of {total} slots may be kept: release a keep first", slots=total, kept=kept - 1, wanted=limit
             )
+        if slot is not None and self.queue and slot not in self.protectors():
+            raise self._behind("a keep")
         if slot is not None and self.reserved:
             after = self.protectors()
             after[slot] = after.get(slot, frozenset()) | {None}
@@ -163,6 +193,8 @@ class Slots:
         total, reserved = len(self), sum(self.reserved.values())
         if not count:
             return
+        if self.queue:
+            raise self._behind("a reservation")
         used = common_use(self.protectors().values(), self.reserved)
         if max(used, kept) + reserved + count > total:
             raise SlotsExhausted(
@@ -185,16 +217,47 @@ class Slots:
 
     def take(self, digest: Digest) -> tuple[SlotId, Digest | None]:
         """Begins to fill a slot with the digest; returns it with the digest that gives way. The room was checked."""
-        protected = self.protectors()
-        candidates = self.layout.in_state(SlotState.FREE) or [
-            slot for slot in self.layout.in_state(*READABLE) if slot not in protected
-        ]
-        slot = least_recently_used(candidates, self._last_used)
+        slot = least_recently_used(self._candidates(), self._last_used)
         assert slot is not None
         victim = self.layout[slot].digest
         self.layout = self.layout.begin_fill(slot, digest)
         self.touch((slot,))
         return slot, victim
+
+    def _candidates(self) -> Sequence[SlotId]:
+        protected = self.protectors()
+        return self.layout.in_state(SlotState.FREE) or [
+            slot for slot in self.layout.in_state(*READABLE) if slot not in protected
+        ]
+
+    def occupy(self, slot: SlotId) -> None:
+        self.layout = self.layout.occupy(slot)
+
+    def release(self, slot: SlotId) -> None:
+        self.layout = self.layout.release(slot)
+
+    def drain(self, slot: SlotId) -> None:
+        self.layout = self.layout.drain(slot)
+
+    def revive(self, slot: SlotId) -> None:
+        self.layout = self.layout.revive(slot)
+
+    def invalidate(self, slot: SlotId) -> None:
+        """Frees a slot by force: nobody pins it any more, and what used it is stale."""
+        self.layout = self.layout.invalidate(slot)
+        self.pins = self.pins.end(slot)
+
+    def advance(self) -> None:
+        """Moves to the next generation though no slot changes."""
+        self.layout = self.layout.advance()
+
+    # Pins
+
+    def unpin(self, owners: Collection[PinOwner]) -> frozenset[SlotId]:
+        """The owners pin nothing any more; returns what nobody pins now."""
+        before = self.pins
+        self.pins = before.without(owners)
+        return before.pinned() - self.pins.pinned()
 
     def pin(self, owner: PinOwner, slots: Iterable[SlotId]) -> frozenset[SlotId]:
         """`owner` pins exactly `slots`; returns what nobody pins any more."""

@@ -105,14 +105,13 @@ class _Gauges(Collector):
             slots.add_metric([state.value], len(now.layout.in_state(state)))
         yield slots
         used = GaugeMetricFamily("slotcar_tier_used_bytes", "Bytes of adapters in a tier.", labels=["tier"])
-        host_bytes, host_capacity_bytes, host_held_bytes = now.capacity.host_bytes
-        used.add_metric(["host"], host_bytes)
+        used.add_metric(["host"], now.capacity.host.used_bytes)
         yield used
         capacity = GaugeMetricFamily("slotcar_tier_capacity_bytes", "Bytes that a tier may hold.", labels=["tier"])
-        capacity.add_metric(["host"], host_capacity_bytes)
+        capacity.add_metric(["host"], now.capacity.host.capacity_bytes)
         yield capacity
         held = GaugeMetricFamily("slotcar_tier_held_bytes", "Bytes that a tier may not drop.", labels=["tier"])
-        held.add_metric(["host"], host_held_bytes)
+        held.add_metric(["host"], now.capacity.host.held_bytes)
         yield held
         for name, text, value in (
             ("slotcar_layout_generation", "Generation of the current layout.", now.layout.generation),

@@ -16,7 +16,6 @@ from slotcar_sidecar.rpc.convert import from_hold_tier, from_seconds, from_versi
 
 def from_capacity(capacity: Capacity, layout: Layout) -> pb.GetCapacityResponse:
     slots = capacity.slots
-    used, host_capacity, held = capacity.host_bytes
     return pb.GetCapacityResponse(
         layout=from_version(layout),
         slots=len(layout.slots),
@@ -29,9 +28,9 @@ def from_capacity(capacity: Capacity, layout: Layout) -> pb.GetCapacityResponse:
         slots_reserved=capacity.reserved,
         keeps=capacity.keeps,
         slot_bytes=capacity.slot_bytes,
-        host_bytes_used=used,
-        host_bytes_capacity=host_capacity,
-        host_bytes_held=held,
+        host_bytes_used=capacity.host.used_bytes,
+        host_bytes_capacity=capacity.host.capacity_bytes,
+        host_bytes_held=capacity.host.held_bytes,
         adapters=capacity.adapters[0],
         adapters_capacity=capacity.adapters[1],
         sessions=capacity.sessions[0],

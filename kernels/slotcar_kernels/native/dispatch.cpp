@@ -1,0 +1,141 @@
+/* The C ABI: checks the plan, chooses the instruction set, splits the work over threads, writes rows without a delta. */
+#include <string.h>
+
+#include <new>
+#include <system_error>
+#include <thread>
+
+#include "internal.h"
+
+namespace slotcar {
+namespace {
+
+bool in_rows(const SlotcarBatch &batch, int64_t start, int64_t stop) {
+    return 0 <= start && start <= stop && stop <= batch.rows;
+}
+
+/* Whether each position that will be used lies in the batch, and each row too. */
+bool fits(const SlotcarBatch &batch) {
+    for (int64_t i = 0; i < batch.segment_count; ++i) {
+        const SlotcarSegment &segment = batch.segments[i];
+        if (segment.slot < 0 || !in_rows(batch, segment.start, segment.stop)) return false;
+    }
+    for (int64_t i = 0; i < batch.base_range_count; ++i)
+        if (!in_rows(batch, batch.base_ranges[i].start, batch.base_ranges[i].stop)) return false;
+    for (int64_t i = 0; batch.order && i < batch.rows; ++i)
+        if (batch.order[i] < 0 || batch.order[i] >= batch.rows) return false;
+    return true;
+}
+
+bool ranks_fit(const SlotcarBatch &batch, const SlotcarSite &site) {
+    for (int64_t i = 0; i < batch.segment_count; ++i)
+        if (site.ranks[i] < 0 || site.ranks[i] > SLOTCAR_MAX_RANK) return false;
+    return true;
+}
+
+/* Zeros, or base's bits, for the rows at the positions [start, stop). */
+void write_without_delta(const SlotcarBatch &batch, const SlotcarSite &site, int64_t start, int64_t stop) {
+    const int64_t bytes = batch.dtype == SLOTCAR_FLOAT32 ? 4 : 2;
+    const size_t row_bytes = static_cast<size_t>(site.out_features * bytes);
+    if (site.base == site.out && site.base_stride == site.out_stride) return;
+    for (int64_t position = start; position < stop; ++position) {
+        const int64_t row = batch.order ? batch.order[position] : position;
+        char *out = static_cast<char *>(site.out) + row * site.out_stride * bytes;
+        if (site.base)
+            memmove(out, static_cast<const char *>(site.base) + row * site.base_stride * bytes, row_bytes);
+        else
+            memset(out, 0, row_bytes);
+    }
+}
+
+struct Call {
+    const SlotcarBatch &batch;
+    const SlotcarSite *sites;
+    int64_t site_count;
+    Compute compute;
+    int64_t threads;
+};
+
+/* Every `threads`-th piece of work, from the `share`-th on: a piece is some rows of one segment at one site. */
+void compute_share(const Call &call, int64_t share) {
+    const SlotcarBatch &batch = call.batch;
+    int64_t piece = 0;
+    const auto mine = [&] { return piece++ % call.threads == share; };
+    for (int64_t i = 0; i < batch.base_range_count; ++i)
+        for (int64_t s = 0; s < call.site_count; ++s)
+            if (mine()) write_without_delta(batch, call.sites[s], batch.base_ranges[i].start, batch.base_ranges[i].stop);
+    for (int64_t i = 0; i < batch.segment_count; ++i) {
+        const SlotcarSegment &segment = batch.segments[i];
+        for (int64_t s = 0; s < call.site_count; ++s) {
+            const int64_t rank = call.sites[s].ranks[i];
+            const int64_t most = rank * kBlockRows <= kScratchValues ? kBlockRows : kScratchValues / rank;
+            for (int64_t first = segment.start; first < segment.stop; first += most) {
+                const int64_t last = segment.stop - first < most ? segment.stop : first + most;
+                if (!mine()) continue;
+                if (rank)
+                    call.compute(Work{batch, call.sites[s], i, first, last});
+                else
+                    write_without_delta(batch, call.sites[s], first, last);
+            }
+        }
+    }
+}
+
+/* The shares of all threads; those for which the system gives no thread are computed here. */
+void compute_all(const Call &call) {
+    std::thread *others = call.threads > 1 ? new (std::nothrow) std::thread[call.threads - 1] : nullptr;
+    int64_t started = 0;
+    try {
+        for (; others && started < call.threads - 1; ++started)
+            others[started] = std::thread(compute_share, std::cref(call), started);
+    } catch (const std::system_error &) {
+    }
+    for (int64_t share = started; share < call.threads; ++share) compute_share(call, share);
+    for (int64_t i = 0; i < started; ++i) others[i].join();
+    delete[] others;
+}
+
+bool runs(int64_t isa) {
+#if defined(__x86_64__)
+    switch (isa) {
+        case SLOTCAR_AVX2:
+            return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+        case SLOTCAR_AVX512: return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw");
+        case SLOTCAR_AVX512_BF16: return runs(SLOTCAR_AVX512) && __builtin_cpu_supports("avx512bf16");
+    }
+#endif
+    return isa == SLOTCAR_PORTABLE;
+}
+
+/* Null where the library was built without the instruction set, or the processor or its system hasn't got it. */
+Compute compute_of(int64_t isa) {
+    if (!runs(isa)) return nullptr;
+    switch (isa) {
+        case SLOTCAR_AVX2: return avx2_compute();
+        case SLOTCAR_AVX512: return avx512_compute();
+        case SLOTCAR_AVX512_BF16: return avx512_bf16_compute();
+        default: return portable_compute();
+    }
+}
+
+}  // namespace
+}  // namespace slotcar
+
+int64_t slotcar_abi_version(void) { return SLOTCAR_ABI_VERSION; }
+
+int64_t slotcar_best_isa(void) {
+    int64_t isa = SLOTCAR_AVX512_BF16;
+    while (!slotcar::compute_of(isa)) --isa;
+    return isa;
+}
+
+int64_t slotcar_lora_forward(const SlotcarBatch *batch, const SlotcarSite *sites, int64_t site_count, int64_t isa,
+                             int64_t threads) {
+    const slotcar::Compute compute = slotcar::compute_of(isa);
+    if (!compute) return SLOTCAR_NO_SUCH_ISA;
+    if (!slotcar::fits(*batch)) return SLOTCAR_BAD_PLAN;
+    for (int64_t s = 0; s < site_count; ++s)
+        if (!slotcar::ranks_fit(*batch, sites[s])) return SLOTCAR_BAD_RANK;
+    slotcar::compute_all({*batch, sites, site_count, compute, threads > 1 ? threads : 1});
+    return SLOTCAR_OK;
+}

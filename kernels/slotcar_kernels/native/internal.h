@@ -1,0 +1,29 @@
+/* What dispatch.cpp and the files of the instruction sets share. */
+#ifndef SLOTCAR_INTERNAL_H
+#define SLOTCAR_INTERNAL_H
+
+#include "lora.h"
+
+namespace slotcar {
+
+constexpr int64_t kScratchValues = SLOTCAR_MAX_RANK;  // of h: 64 rows of rank 256, or fewer of a higher one
+constexpr int64_t kBlockRows = 64;
+
+/* The positions [first, last) of one segment at one site; (last - first) · rank is at most kScratchValues. */
+struct Work {
+    const SlotcarBatch &batch;
+    const SlotcarSite &site;
+    int64_t segment, first, last;
+};
+
+using Compute = void (*)(const Work &);
+
+/* Each lies in the file of its name; all but the first are null on other processors. */
+Compute portable_compute();
+Compute avx2_compute();
+Compute avx512_compute();
+Compute avx512_bf16_compute();
+
+}  // namespace slotcar
+
+#endif

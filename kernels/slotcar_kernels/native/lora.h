@@ -1,0 +1,89 @@
+/* The C ABI of slotcar's CPU kernel: LoRA for the rows of several adapters at once, fused over shrink and expand.
+ *
+ *     h[row, r]   = scale_s · Σ_k x[row, k] · A_s[r, k]                 r < rank_s     (shrink)
+ *     out[row, o] = base[row, o] + Σ_r h[row, r] · B_s[r, o]                           (expand)
+ *
+ * for the rows of slot s at one site. Without a base (DELTA) it counts as zero. Rows without a delta, which are those
+ * of BASE and those of slots of rank 0, get base's bits, or zeros. Sums are in float32 and rounded once, to x's type.
+ *
+ * A row's bits depend on its own values and on the instruction set alone, not on how many rows share its adapter, where
+ * it lies, which sites are computed with it or on how many threads: Σ_k is a sum over blocks of 1024 elements, in order,
+ * each of which is one fused multiply-add chain per lane of a vector, summed across the lanes in a fixed tree; Σ_r is
+ * one chain in the order of r; base is added last.
+ *
+ * Strides count elements. The caller has checked that every pointer holds what shapes and strides say.
+ */
+#ifndef SLOTCAR_LORA_H
+#define SLOTCAR_LORA_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Changes whenever a struct or the meaning of a call does. */
+#define SLOTCAR_ABI_VERSION 1
+
+enum SlotcarDtype { SLOTCAR_FLOAT32 = 0, SLOTCAR_FLOAT16 = 1, SLOTCAR_BFLOAT16 = 2 };
+
+enum SlotcarIsa { SLOTCAR_PORTABLE = 0, SLOTCAR_AVX2 = 1, SLOTCAR_AVX512 = 2, SLOTCAR_AVX512_BF16 = 3 };
+
+enum SlotcarStatus { SLOTCAR_OK = 0, SLOTCAR_BAD_PLAN = 1, SLOTCAR_BAD_RANK = 2, SLOTCAR_NO_SUCH_ISA = 3 };
+
+/* The highest rank that the kernel takes: it bounds the scratch. */
+#define SLOTCAR_MAX_RANK 16384
+
+/* The positions [start, stop) of all rows that use `slot`. */
+struct SlotcarSegment {
+    int64_t slot, start, stop;
+};
+
+/* Positions of BASE rows. */
+struct SlotcarRange {
+    int64_t start, stop;
+};
+
+struct SlotcarBatch {
+    int64_t rows;
+    const int64_t *order; /* [rows], position → row, or null where position = row */
+    const struct SlotcarSegment *segments;
+    int64_t segment_count;
+    const struct SlotcarRange *base_ranges;
+    int64_t base_range_count;
+    const void *x; /* [rows, in_features] */
+    int64_t x_stride, in_features;
+    int64_t dtype; /* of x, out and base */
+};
+
+struct SlotcarSite {
+    const void *a, *b; /* [S, R, in_features] and [S, R, out_features] */
+    int64_t a_slot_stride, a_row_stride, b_slot_stride, b_row_stride;
+    int64_t slot_dtype;
+    const int64_t *ranks; /* one per segment */
+    const float *scales;  /* one per segment */
+    int64_t out_features;
+    void *out; /* [rows, out_features] */
+    int64_t out_stride;
+    const void *base; /* [rows, out_features], null, or `out` itself */
+    int64_t base_stride;
+};
+
+#pragma GCC visibility push(default)
+
+int64_t slotcar_abi_version(void);
+
+/* The best instruction set that this CPU and its system run. */
+int64_t slotcar_best_isa(void);
+
+/* Computes all sites on `threads` threads, the caller's among them. Anything but SLOTCAR_OK: nothing was written. */
+int64_t slotcar_lora_forward(const struct SlotcarBatch *batch, const struct SlotcarSite *sites, int64_t site_count,
+                             int64_t isa, int64_t threads);
+
+#pragma GCC visibility pop
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
