@@ -31,7 +31,7 @@ test test-full demo: export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-full soak lint format proto docs golden bench native train-adapters lock apt build clean
+.PHONY: help install demo test test-full soak lint format proto docs golden bench native train-adapters lock apt apt-full build clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | \
@@ -104,11 +104,15 @@ lock: ## Rewrite constraints/dev.txt with the newest versions that constraints/p
 		  "$$new/venv/bin/pip" freeze --all --exclude pip --exclude slotcar | sed 's/+[A-Za-z0-9.]*$$//'; \
 		} > "$$new/dev.txt" && cp "$$new/dev.txt" constraints/dev.txt
 
-apt: ## Install the Debian packages that some suites need (promtool, a compiler and an emulator for aarch64)
-	@{ command -v promtool && command -v aarch64-linux-gnu-g++ && command -v qemu-aarch64; } >/dev/null || \
-		{ $(SUDO) apt-get update -q && \
+apt: ## Install the Debian packages that some suites need (promtool, a C++ compiler)
+	@{ command -v promtool && command -v g++; } >/dev/null || { $(SUDO) apt-get update -q && \
 		$(SUDO) env DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 \
-			apt-get install -q -y --no-install-recommends prometheus g++-aarch64-linux-gnu qemu-user; }
+			apt-get install -q -y --no-install-recommends prometheus g++; }
+
+apt-full: apt ## And those that the long suites need (a compiler and an emulator for aarch64)
+	@{ command -v aarch64-linux-gnu-g++ && command -v qemu-aarch64; } >/dev/null || { $(SUDO) apt-get update -q && \
+		$(SUDO) env DEBIAN_FRONTEND=noninteractive \
+			apt-get install -q -y --no-install-recommends g++-aarch64-linux-gnu qemu-user; }
 
 build: $(INSTALLED) ## Build the wheel into dist/
 	$(BIN)/pip wheel --no-deps --wheel-dir dist .

@@ -42,6 +42,7 @@ class Holds:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._records: dict[int, Record] = {}
+        self._owed: set[int] = set()
         self._next_id = _FIRST_OWN_ID
 
     def own_id(self) -> int:
@@ -52,6 +53,7 @@ class Holds:
     def add(self, held: Held, wish: HoldWish, session: str) -> None:
         until = None if wish.seconds is None else self._clock() + wish.seconds
         self._records[held.hold_id] = Record(held, session, wish.slot, until)
+        self._owed.discard(held.hold_id)
 
     def release(self, held: Held) -> Record | None:
         """Marks the hold as released, so that it is not taken again; None when it is no longer this caller's."""
@@ -59,12 +61,25 @@ class Holds:
         if record is None or record.held is not held:
             return None
         self._records[held.hold_id] = replace(record, released=True)
+        self._owed.add(held.hold_id)
         return record
+
+    def owed(self, session: str) -> tuple[Record, ...]:
+        """The holds of this session that the caller released and the server has not heard of."""
+        records = [record for hold_id in self._owed if (record := self._records.get(hold_id)) and record.released]
+        for record in records:
+            if record.session != session:
+                self.forget(record.held)
+        return tuple(record for record in records if record.session == session)
+
+    def has(self, hold_id: int) -> bool:
+        return hold_id in self._records
 
     def forget(self, held: Held) -> None:
         record = self._records.get(held.hold_id)
         if record is not None and record.held is held:
             del self._records[held.hold_id]
+            self._owed.discard(held.hold_id)
 
     def lost(self, session: str) -> tuple[Record, ...]:
         """The holds that were taken in another session than this and that the caller still has."""

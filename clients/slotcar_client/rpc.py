@@ -22,7 +22,7 @@ from slotcar_client.errors import ClientClosed, from_rpc_error
 from slotcar_client.upload import Upload
 
 # A sidecar is near: try again soon after it went away. No proxy lies between, whatever the environment says.
-_OPTIONS = (
+OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
     ("grpc.enable_http_proxy", 0),
@@ -75,7 +75,7 @@ class Rpc:
         self.timeout_seconds = timeout_seconds
         self._process = os.getpid()
         self._closed = False
-        self._channel = grpc.insecure_channel(target, options=_OPTIONS)
+        self._channel = grpc.insecure_channel(target, options=OPTIONS)
         self._stubs = Stubs(self._channel)
 
     def call(self, call: Call) -> Any:

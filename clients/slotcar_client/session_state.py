@@ -19,6 +19,7 @@ from slotcar_client.config import client_version
 from slotcar_client.effects import Call, Forward, Open, Plan, Stale, Wait
 from slotcar_client.entries import Entries, Entry, parse_entries
 from slotcar_client.errors import (
+    DeadlineExceeded,
     InternalError,
     MappingNotFound,
     MappingReplaced,
@@ -226,9 +227,7 @@ class SessionState:
         def attempt() -> Plan[tuple[str, str]]:
             return (yield from self._hold(wish))
 
-        held = make(wish.hold_id, *(yield from self._recovered(attempt)))
-        self._holds.add(held, wish, self.session_id)
-        return held
+        return (yield from self._taken(wish, attempt, make))
 
     def load_held(
         self, request: adapter_service_pb2.LoadAdapterRequest, seconds: float | None, slot: bool, make: Make[HeldT]
@@ -241,19 +240,40 @@ class SessionState:
             response: adapter_service_pb2.LoadAdapterResponse = yield Call(request)
             return protocol.read_load_hold(request.ref, response)
 
-        held = make(wish.hold_id, *(yield from self._recovered(attempt)))
-        self._holds.add(held, wish, self.session_id)
-        return held
+        return (yield from self._taken(wish, attempt, make))
 
     def release_hold(self, held: Held) -> Plan[None]:
         record = self._holds.release(held)
         if record is None:
             return
         if record.session == self.session_id:
-            request = engine_service_pb2.ReleaseHoldRequest(session=self.session_id, hold_id=held.hold_id)
-            with contextlib.suppress(SessionNotFound):
-                yield Call(request, timeout_seconds=END_SECONDS)
+            yield from self._end_hold(held.hold_id)
         self._holds.forget(held)
+
+    def _end_hold(self, hold_id: int) -> Plan[None]:
+        request = engine_service_pb2.ReleaseHoldRequest(session=self.session_id, hold_id=hold_id)
+        with contextlib.suppress(SessionNotFound):
+            yield Call(request, timeout_seconds=END_SECONDS)
+
+    def _release_again(self) -> Plan[None]:
+        """Tells the server of the releases that did not reach it."""
+        if self._opened is None:
+            return
+        for record in self._holds.owed(self.session_id):
+            yield from self._end_hold(record.held.hold_id)
+            self._holds.forget(record.held)
+
+    def _taken(self, wish: HoldWish, attempt: Callable[[], Plan[tuple[str, str]]], make: Make[HeldT]) -> Plan[HeldT]:
+        """The hold. One whose answer did not come in time may have been taken: it is released, if it is a new one."""
+        try:
+            held = make(wish.hold_id, *(yield from self._recovered(attempt)))
+        except DeadlineExceeded:
+            if not self._holds.has(wish.hold_id):
+                with contextlib.suppress(SlotcarError):
+                    yield from self._end_hold(wish.hold_id)
+            raise
+        self._holds.add(held, wish, self.session_id)
+        return held
 
     def _hold(self, wish: HoldWish) -> Plan[tuple[str, str]]:
         response: engine_service_pb2.HoldAdapterResponse = yield Call(protocol.hold_request(self.session_id, wish))
@@ -285,6 +305,7 @@ class SessionState:
                 if step is Step.REOPEN and self._opened is lost:
                     yield from self._open()
                 yield from self._hold_again()
+                yield from self._release_again()
                 if step in (Step.REOPEN, Step.REMAP) and mapping is not None:
                     yield from self._remap(self.current(mapping))
                 result = yield from attempt()

@@ -52,6 +52,7 @@ _EXPIRY_SECONDS = 0.25
 _QUIET_SECONDS = 0.5
 _CLOSE_SECONDS = 2.0
 _SNAPSHOT_SECONDS = 5.0
+_TRIM_SECONDS = 20.0
 
 
 class StartError(Exception):
@@ -87,10 +88,11 @@ async def run(config: Config) -> None:
         await _set_health(rpc.health, serving=True)
         where = " and ".join(str(address) for address in served)
         _log.info("serving", extra={"fields": {"at": where, "epoch": cache.layout.epoch, "slots": config.slots}})
-        expiry = asyncio.create_task(_expire(cache))
+        chores = [asyncio.create_task(chore) for chore in (_expire(cache), _return_freed_memory())]
         await stop.wait()
         await _shut_down(rpc, cache, config.shutdown_seconds)
-        expiry.cancel()
+        for chore in chores:
+            chore.cancel()
         await _end_tasks()
         for number in _SIGNALS:  # a second one must not spoil the end
             loop.remove_signal_handler(number)
@@ -135,7 +137,13 @@ def _make_cache(config: Config, metrics: Metrics, resources: contextlib.ExitStac
         except SlotcarError as error:
             raise StartError(error.message) from error
         _log.info("model", extra={"fields": {"sites": len(model.sites), "slot_bytes": device.slot_bytes()}})
-    metrics.build(version=version("slotcar"), epoch=str(layout.epoch), device="cpu", slot_dtype=config.dtype)
+    metrics.build(
+        version=version("slotcar"),
+        epoch=str(layout.epoch),
+        device="cpu",
+        slot_dtype=config.dtype,
+        kernel=device.kernel,
+    )
     metrics.watch(functools.partial(_read_snapshot, asyncio.get_running_loop(), cache))
     return cache
 
@@ -301,3 +309,12 @@ def _keep_freed_memory() -> None:
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(m_mmap_threshold, 1 << 30)
         libc.mallopt(m_trim_threshold, 2**31 - 1)
+
+
+async def _return_freed_memory() -> None:
+    """Returns what is free now and then, as glibc itself does not any more; otherwise holes between buffers add up."""
+    with contextlib.suppress(OSError, AttributeError):
+        trim = ctypes.CDLL("libc.so.6").malloc_trim
+        while True:
+            await asyncio.sleep(_TRIM_SECONDS)
+            await asyncio.to_thread(trim, 0)

@@ -12,6 +12,7 @@ from pathlib import Path
 import slotcar_client
 
 from slotcar_sidecar.config import Config, UnixAddress
+from slotcar_sidecar.device.cpu import kernel_backend
 
 _REQUIRED = ("torch", "grpcio", "protobuf", "safetensors", "numpy", "prometheus-client")
 _OPTIONAL = {
@@ -38,7 +39,7 @@ def examine(target: str | None) -> list[Check]:
     checks += [_package(name, "missing", "required") for name in _REQUIRED]
     checks += [_package(name, "note", why) for name, why in _OPTIONAL.items()]
     checks += [_cpu(), _memory(), _shared_memory(), Check("device", "ok", "cpu (this version has no other)")]
-    checks += [Check("kernels", "ok", "torch"), _socket_folder(), _server(target)]
+    checks += [_kernel(), _socket_folder(), _server(target)]
     return checks
 
 
@@ -60,6 +61,11 @@ def _cpu() -> Check:
             model = value.strip()
     features = [feature for feature in _CPU_FEATURES if feature in flags] or ["no vector extension that we use"]
     return Check("cpu", "ok", f"{model}, {len(os.sched_getaffinity(0))} usable, {' '.join(features)}")
+
+
+def _kernel() -> Check:
+    found = kernel_backend()
+    return Check("kernel", "note" if found.startswith("torch") else "ok", found)
 
 
 def _memory() -> Check:

@@ -17,7 +17,7 @@ from grpc._cython import cygrpc
 from slotcar.v1 import adapter_service_pb2
 from slotcar.v1 import engine_service_pb2 as pb
 from slotcar_client import Client
-from slotcar_client.rpc import _OPTIONS as client_options
+from slotcar_client.rpc import OPTIONS as client_options
 from slotcar_sidecar.rpc.server import make_server
 
 from tests.fakes.parts import make_bench

@@ -107,11 +107,11 @@ def python(arguments: Sequence[str], environment: dict[str, str]) -> subprocess.
 @pytest.mark.full
 def test_aarch64_compiles_and_computes(build_native: ModuleType, tmp_path: Path) -> None:
     if shutil.which(ARM) is None:
-        pytest.skip(f"there is no {ARM}: run make apt")
+        pytest.skip(f"there is no {ARM}: run make apt-full")
     build_native.compile_library(tmp_path / "_native.so", [ARM], ["-Werror"])
     emulator = shutil.which("qemu-aarch64")
     if emulator is None:
-        pytest.skip("it compiles; there is no qemu-aarch64 to run it: run make apt")
+        pytest.skip("it compiles; there is no qemu-aarch64 to run it: run make apt-full")
     program = tmp_path / "selfcheck"
     sources = [str(path) for path in (REPOSITORY / "tests/kernels/selfcheck.cpp", *build_native.SOURCES.glob("*.cpp"))]
     flags = [*build_native.FLAGS, "-static", "-I", str(build_native.SOURCES)]

@@ -14,7 +14,7 @@ from slotcar.v1 import adapter_service_pb2
 
 from slotcar_client.effects import Advance, Call, Effect, Plan
 from slotcar_client.errors import CallCancelled
-from slotcar_client.rpc import _OPTIONS, Stubs, translated
+from slotcar_client.rpc import OPTIONS, Stubs, translated
 from slotcar_client.upload import Upload
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ class AsyncRpc:
 
     def __init__(self, target: str, timeout_seconds: float) -> None:
         self.timeout_seconds = timeout_seconds
-        self._channel = aio.insecure_channel(target, options=_OPTIONS)
+        self._channel = aio.insecure_channel(target, options=OPTIONS)
         self._stubs = Stubs(self._channel)
 
     async def call(self, call: Call) -> Any:

@@ -8,8 +8,8 @@
  *
  * A row's bits depend on its own values and on the instruction set alone, not on how many rows share its adapter, where
  * it lies, which sites are computed with it or on how many threads: Σ_k is a sum over blocks of 1024 elements, in order,
- * each of which is one fused multiply-add chain per lane of a vector, summed across the lanes in a fixed tree; Σ_r is
- * one chain in the order of r; base is added last.
+ * each of which is one chain of multiply-adds per lane of a vector, summed across the lanes in a fixed tree; Σ_r is one
+ * chain in the order of r; base is added last. The multiply-adds are fused, but for those of the portable kernel on x86.
  *
  * Strides count elements. The caller has checked that every pointer holds what shapes and strides say.
  */

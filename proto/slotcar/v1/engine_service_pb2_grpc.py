@@ -145,7 +145,8 @@ class EngineServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Fence(self, request, context):
-        """Returns when every Forward of the session that came before has ended, answered or not.
+        """Returns when every Forward of the session that the server has read before has ended, answered or not. What a
+        ForwardStream was sent and has not been answered may still be unread.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

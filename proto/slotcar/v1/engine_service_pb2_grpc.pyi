@@ -56,7 +56,9 @@ class EngineServiceStub:
     ReleaseMapping: _grpc.UnaryUnaryMultiCallable[_engine_service_pb2.ReleaseMappingRequest, _engine_service_pb2.ReleaseMappingResponse]
     """Ends a mapping and its pins. Idempotent."""
     Fence: _grpc.UnaryUnaryMultiCallable[_engine_service_pb2.FenceRequest, _engine_service_pb2.FenceResponse]
-    """Returns when every Forward of the session that came before has ended, answered or not."""
+    """Returns when every Forward of the session that the server has read before has ended, answered or not. What a
+    ForwardStream was sent and has not been answered may still be unread.
+    """
     Forward: _grpc.UnaryUnaryMultiCallable[_engine_service_pb2.ForwardRequest, _engine_service_pb2.ForwardResponse]
     """Computes the LoRA of every item for the rows of a mapping."""
     ForwardStream: _grpc.StreamStreamMultiCallable[_engine_service_pb2.ForwardStreamRequest, _engine_service_pb2.ForwardStreamResponse]
@@ -92,7 +94,9 @@ class EngineServiceAsyncStub(EngineServiceStub):
     ReleaseMapping: _aio.UnaryUnaryMultiCallable[_engine_service_pb2.ReleaseMappingRequest, _engine_service_pb2.ReleaseMappingResponse]  # type: ignore[assignment]
     """Ends a mapping and its pins. Idempotent."""
     Fence: _aio.UnaryUnaryMultiCallable[_engine_service_pb2.FenceRequest, _engine_service_pb2.FenceResponse]  # type: ignore[assignment]
-    """Returns when every Forward of the session that came before has ended, answered or not."""
+    """Returns when every Forward of the session that the server has read before has ended, answered or not. What a
+    ForwardStream was sent and has not been answered may still be unread.
+    """
     Forward: _aio.UnaryUnaryMultiCallable[_engine_service_pb2.ForwardRequest, _engine_service_pb2.ForwardResponse]  # type: ignore[assignment]
     """Computes the LoRA of every item for the rows of a mapping."""
     ForwardStream: _aio.StreamStreamMultiCallable[_engine_service_pb2.ForwardStreamRequest, _engine_service_pb2.ForwardStreamResponse]  # type: ignore[assignment]
@@ -173,7 +177,9 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_service_pb2.FenceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_service_pb2.FenceResponse, _abc.Awaitable[_engine_service_pb2.FenceResponse]]:
-        """Returns when every Forward of the session that came before has ended, answered or not."""
+        """Returns when every Forward of the session that the server has read before has ended, answered or not. What a
+        ForwardStream was sent and has not been answered may still be unread.
+        """
 
     @_abc_1.abstractmethod
     def Forward(

@@ -11,8 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from slotcar_kernels import native
 from slotcar_kernels.buffers import DTYPES, buffer_from_tensor, tensor_from_buffer
 from slotcar_kernels.cpu import lora_forward
+from slotcar_kernels.native import backend as kernel_backend
 from slotcar_kernels.plan import Plan, plan_rows
 from slotcar_kernels.sites import SiteSlots
 from torch import Tensor
@@ -26,7 +28,7 @@ from slotcar_sidecar.core.ports import Batch, HostAdapter
 from slotcar_sidecar.core.tensor import Matrix
 from slotcar_sidecar.device.weights import check_range, host_tensors, padded_rank
 
-__all__ = ["CpuBatch", "CpuDevice", "SharedInput"]
+__all__ = ["CpuBatch", "CpuDevice", "SharedInput", "kernel_backend"]
 
 _SLOT_STEP = 32  # elements between slots are a multiple of it, so that BLAS sums alike in each slot
 _BITS = {4: torch.int32, 2: torch.int16}
@@ -56,6 +58,9 @@ class CpuDevice:
 
     With `poison`, whatever no fill has written is NaN, so that reading the wrong place shows.
     """
+
+    kernel = native.best_isa() or "torch"
+    """The instructions that the kernel uses, or "torch" when it runs without its library."""
 
     def __init__(self, slots: int, max_rank: int, slot_dtype: str = "float32", poison: bool = False) -> None:
         self.slots = slots

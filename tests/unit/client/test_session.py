@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import slotcar_client
 import torch
-from slotcar.v1 import adapter_pb2
+from slotcar.v1 import adapter_pb2, engine_service_pb2, layout_pb2
 from slotcar_client import BASE, Client, Mapping, Session
 from slotcar_client.config import client_version
 from slotcar_client.effects import Effect, Wait
 from slotcar_client.recovery import MAX_STEPS
+from slotcar_client.stream_state import StreamState
 from slotcar_sidecar.core import errors as server_errors
 
 from tests.unit.client.fake_engine import A, B, EndStreamError, FakeEngine, FakeServer, eventually
@@ -307,9 +308,15 @@ def test_a_broken_stream_of_the_session_is_resumed_with_its_mappings(session: Se
 def test_the_newest_layout_is_kept(session: Session, engine: FakeEngine) -> None:
     engine.generation = 41
     eventually(lambda: session.layout.version.generation == 41)
-    engine.generation = 40
-    time.sleep(0.05)
-    assert session.layout.version.generation == 41
+
+
+def test_a_late_layout_does_not_take_the_place_of_a_newer_one() -> None:
+    state = StreamState()
+    state.take(engine_service_pb2.OpenSessionResponse(opened=engine_service_pb2.SessionOpened(session="s")))
+    for generation, newest in ((41, 41), (40, 41), (42, 42)):
+        layout = layout_pb2.Layout(version=layout_pb2.LayoutVersion(epoch="e", generation=generation))
+        state.take(engine_service_pb2.OpenSessionResponse(layout=layout))
+        assert state.layout.version.generation == newest
 
 
 def test_close_ends_everything(client: Client, engine: FakeEngine) -> None:

@@ -258,3 +258,33 @@ def test_a_server_of_another_version_is_left_with_its_session_closed() -> None:
     assert caught.value.metadata["found"] == "9.0.0"
     assert face.log == ["Forward", "stale", "OpenSession", "CloseSession"]
     assert face.named("CloseSession")[0].session == "s2"
+
+
+def test_a_release_that_did_not_arrive_is_sent_before_the_next_call() -> None:
+    face = Face()
+    held = face.run(face.state.hold("sql", None, None, False, make_hold))
+    face.fail = {"ReleaseHold": [errors.Unavailable("away")]}
+    with pytest.raises(errors.Unavailable):
+        face.run(face.state.release_hold(held))
+    face.log.clear()
+    face.run(face.state.fence())
+    face.run(face.state.fence())
+    assert face.log == ["ReleaseHold", "Fence", "Fence"]
+
+
+def test_a_hold_whose_answer_did_not_come_is_released() -> None:
+    face = Face()
+    face.fail = {"HoldAdapter": [errors.DeadlineExceeded("slow")]}
+    with pytest.raises(errors.DeadlineExceeded):
+        face.run(face.state.hold("sql", None, None, False, make_hold))
+    (hold,), (release,) = face.named("HoldAdapter"), face.named("ReleaseHold")
+    assert release.hold_id == hold.hold_id
+
+
+def test_a_hold_that_was_to_be_replaced_is_not_released_by_a_deadline() -> None:
+    face = Face()
+    face.run(face.state.hold("sql", 7, None, False, make_hold))
+    face.fail = {"HoldAdapter": [errors.DeadlineExceeded("slow")]}
+    with pytest.raises(errors.DeadlineExceeded):
+        face.run(face.state.hold("chat", 7, None, False, make_hold))
+    assert not face.named("ReleaseHold")
