@@ -18,6 +18,7 @@ from slotcar_sidecar.core.errors import RequestInvalid, ShuttingDown, SourceDeni
 from slotcar_sidecar.core.events import MAX_REPLAY
 from slotcar_sidecar.core.ids import AdapterRef
 from slotcar_sidecar.core.layout import Layout
+from slotcar_sidecar.core.ports import Upload
 from slotcar_sidecar.core.residency import Resident
 from slotcar_sidecar.rpc import convert, convert_state
 from slotcar_sidecar.rpc.ending import ended_by
@@ -27,6 +28,7 @@ from slotcar_sidecar.rpc.paging import Pager
 Context = aio.ServicerContext[Any, Any]
 
 _MAX_SILENCE_SECONDS = 30.0
+_LEAST_BYTES_PER_SECOND = 64 << 10
 
 
 class AdapterService(adapter_service_pb2_grpc.AdapterServiceServicer):
@@ -62,7 +64,19 @@ class AdapterService(adapter_service_pb2_grpc.AdapterServiceServicer):
             if header is None or not header.HasField("header"):
                 raise RequestInvalid("part", found=_part(header), wanted="the header first")
             call = convert.to_upload_call(header.header)
-            with self._cache.upload(header.header.config_bytes, header.header.weights_bytes) as upload:
+            sizes = header.header.config_bytes, header.header.weights_bytes
+            with self._cache.upload(*sizes) as upload:
+                await self._receive(parts, upload, sum(sizes))
+                loaded = await self._load_upload(dataclasses.replace(call, upload=upload))
+        return pb.LoadAdapterStreamResponse(**self._loaded(loaded))
+
+    async def _receive(
+        self, parts: AsyncIterator[pb.LoadAdapterStreamRequest], upload: Upload, size_bytes: int
+    ) -> None:
+        """Takes all parts; few uploads may be under way, so none may take for ever."""
+        longest = _MAX_SILENCE_SECONDS + size_bytes / _LEAST_BYTES_PER_SECOND
+        try:
+            async with asyncio.timeout(longest):
                 while (request := await self._next_part(parts)) is not None:
                     if request.HasField("config"):
                         upload.add_config(request.config)
@@ -70,8 +84,9 @@ class AdapterService(adapter_service_pb2_grpc.AdapterServiceServicer):
                         upload.add_weights(request.weights)
                     else:
                         raise RequestInvalid("part", found=_part(request), wanted="config or weights")
-                loaded = await self._load_upload(dataclasses.replace(call, upload=upload))
-        return pb.LoadAdapterStreamResponse(**self._loaded(loaded))
+        except TimeoutError:
+            wanted = f"{_LEAST_BYTES_PER_SECOND} bytes per second or more"
+            raise RequestInvalid("part", found=f"too little within {longest:.0f} s", wanted=wanted) from None
 
     async def _next_part(self, parts: AsyncIterator[pb.LoadAdapterStreamRequest]) -> pb.LoadAdapterStreamRequest | None:
         """The next message, None at the end; a sender that falls silent is given up."""

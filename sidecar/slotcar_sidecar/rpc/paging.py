@@ -61,6 +61,8 @@ class Pager(Generic[T]):
         items = snapshot.items[offset:end]
         if end >= len(snapshot.items):
             return Page(items, snapshot.extra, "")
+        now = self._clock()
+        self._snapshots = OrderedDict((key, each) for key, each in self._snapshots.items() if each.expires_at >= now)
         self._snapshots[name] = snapshot
         while len(self._snapshots) > _MAX_SNAPSHOTS:
             self._snapshots.popitem(last=False)

@@ -65,3 +65,11 @@ def test_snapshots_do_not_pile_up(pager: Pager[int]) -> None:
     with pytest.raises(RequestInvalid):
         pager.next(tokens[0], 3)
     pager.next(tokens[1], 3)
+
+
+def test_snapshots_whose_minute_is_over_are_dropped(pager: Pager[int], clock: Clock) -> None:
+    for _ in range(9):
+        pager.first(tuple(range(9)), None, 3)
+    clock.now += 61
+    pager.first(tuple(range(9)), None, 3)
+    assert len(pager._snapshots) == 1
