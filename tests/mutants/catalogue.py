@@ -13,6 +13,7 @@ CACHE = "sidecar/slotcar_sidecar/cache"
 CLIENT = "clients/slotcar_client"
 CACHE_STEPS = "tests/unit/test_cache.py"
 MAPPINGS = "tests/unit/test_mappings.py"
+WAITING = "tests/unit/test_waiting.py"
 HOLDS = "tests/unit/test_holds.py"
 MUSEUM = "tests/unit/museum"
 
@@ -116,7 +117,7 @@ MUTANTS = (
     Mutant(
         "drain not revived",
         f"{CORE}/residency.py",
-        "            self.slots.layout = self.layout.revive(slot)\n",
+        "            self.slots.revive(slot)\n",
         "            pass\n",
         f"{CACHE_STEPS}::test_loading_the_digest_again_revives_a_draining_slot",
     ),
@@ -145,7 +146,7 @@ MUTANTS = (
     Mutant(
         "two mappings of one generation",
         f"{CACHE}/mappings.py",
-        "            residency.advance()\n",
+        "            residency.slots.advance()\n",
         "            pass\n",
         f"{CACHE_STEPS}::test_a_late_forward_never_gets_the_rows_of_a_newer_mapping_of_its_id",
     ),
@@ -165,18 +166,32 @@ MUTANTS = (
         f"{HOLDS}::test_a_replace_that_joins_a_load_protects_no_more_than_the_others_slots",
     ),
     Mutant(
+        "only the first is woken",
+        f"{CACHE}/mappings.py",
+        "            if index == 0 or asked.call.session in reserved or self._state.closing.is_set():\n",
+        "            if index == 0 or self._state.closing.is_set():\n",
+        f"{WAITING}::test_a_call_inside_its_reservation_is_woken_though_it_is_not_first",
+    ),
+    Mutant(
+        "a hold takes effect after its release",
+        f"{CACHE}/holds.py",
+        "        self._state.withdraw_holds(owner)\n",
+        "",
+        f"{HOLDS}::test_a_hold_that_is_released_before_it_takes_effect_is_none",
+    ),
+    Mutant(
         "newcomers overtake",
         f"{CORE}/slots.py",
         "        if not self.queue or self.queue[0] is demand.turn or self._is_within_reservation(party, parties):\n",
         "        if True:\n",
-        f"{MAPPINGS}::test_calls_that_wait_are_served_in_their_order_and_before_newcomers",
+        f"{WAITING}::test_calls_that_wait_are_served_in_their_order_and_before_newcomers",
     ),
     Mutant(
         "a call that waits keeps its pins",
         f"{CACHE}/mappings.py",
-        "            state.residency.release(call.owner)\n",
-        "            pass\n",
-        f"{MAPPINGS}::test_two_engines_that_want_each_others_slots_both_make_progress_and_so_does_a_third",
+        "                residency.release(call.owner)\n                state.publish()\n",
+        "                pass\n",
+        f"{WAITING}::test_two_engines_that_want_each_others_slots_both_make_progress_and_so_does_a_third",
     ),
     Mutant(
         "held bytes are dropped",
