@@ -12,7 +12,6 @@ from pathlib import Path
 import slotcar_client
 
 from slotcar_sidecar.config import Config, UnixAddress
-from slotcar_sidecar.device.cpu import kernel_backend
 
 _REQUIRED = ("torch", "grpcio", "protobuf", "safetensors", "numpy", "prometheus-client")
 _OPTIONAL = {
@@ -64,6 +63,8 @@ def _cpu() -> Check:
 
 
 def _kernel() -> Check:
+    from slotcar_sidecar.device.cpu import kernel_backend  # tensor libraries take a second to import
+
     found = kernel_backend()
     return Check("kernel", "note" if found.startswith("torch") else "ok", found)
 

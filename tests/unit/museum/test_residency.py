@@ -270,7 +270,7 @@ async def test_a_name_that_moves_during_a_load_is_looked_up_again() -> None:
 async def test_no_unload_fits_between_the_lookup_and_the_hold() -> None:
     """sglang#9084. What was unloaded by force while a hold read its bytes is not held.
 
-    To see it fail: leave out resolve in Mappings._load_and_hold.
+    To see it fail: leave out resolve in SessionHolds._load_and_hold.
     """
     bench = make_bench(1)
     await loaded(bench, "a", "a")
