@@ -305,7 +305,7 @@ def _remove_dead_socket(path: Path) -> None:
 def _keep_freed_memory() -> None:
     """Tells glibc to reuse large buffers instead of returning them: messages of megabytes get several times cheaper.
 
-    One arena, or each thread keeps its own holes and memory creeps up for an hour.
+    One arena, or each thread keeps holes of its own between its buffers.
     """
     m_trim_threshold, m_mmap_threshold, m_arena_max = -1, -3, -8
     with contextlib.suppress(OSError, AttributeError):
