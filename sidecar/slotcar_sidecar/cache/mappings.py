@@ -120,10 +120,9 @@ class Mappings:
             if residency.pins.by(call.owner):
                 residency.release(call.owner)
                 state.publish()
-        if state.closing.is_set():
-            raise ShuttingDown
-        await asked.woken.wait()
-        asked.woken.clear()
+        if not state.closing.is_set():
+            await asked.woken.wait()
+            asked.woken.clear()
         if state.closing.is_set():
             raise ShuttingDown
 

@@ -87,7 +87,7 @@ class AdapterCache:
             slots={state: len(self.layout.in_state(state)) for state in SlotState},
             pinned=len(residency.pins.pinned()),
             available=0 if residency.slots.queue else residency.slots.available(),
-            reserved=sum(residency.slots.reserved.values()),
+            reserved=residency.slots.reserved_slots,
             keeps=len(residency.names.kept),
             slot_bytes=self.device.slot_bytes(),
             host=HostUse(host.used_bytes, host.capacity_bytes, host.bytes_of(held)),

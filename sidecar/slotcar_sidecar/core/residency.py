@@ -98,10 +98,7 @@ class Residency:
         return tuple(self._described(name, self.names.digest_of(AdapterRef(name))) for name in self.names)
 
     def _described(self, name: AdapterName, digest: Digest) -> Resident:
-        slot = self.readable_slot(digest)
-        owners: set[PinOwner] = set(self.holds.of(digest))
-        if slot is not None:
-            owners |= self.pins.of(slot)
+        slot, owners = self.readable_slot(digest), self._owners(digest)
         is_now = self.names.get(name) == digest
         adapter = self.names.adapter(digest)
         source = self.names.source_of(AdapterRef(name)) if is_now else adapter.source
@@ -133,11 +130,13 @@ class Residency:
         return tuple(resolved[ref] if ref is not None else None for ref in refs)
 
     def _has(self, session: SessionId, digest: Digest) -> bool:
+        mine = any(owner.session == session for owner in self._owners(digest))
+        return mine or self.slots.resolves(digest, session)
+
+    def _owners(self, digest: Digest) -> frozenset[PinOwner]:
+        """Who pins or holds the digest."""
         slot = self.layout.find(digest)
-        owners: set[PinOwner] = set(self.holds.of(digest))
-        if slot is not None:
-            owners |= self.pins.of(slot)
-        return any(owner.session == session for owner in owners) or self.slots.resolves(digest, session)
+        return self.holds.of(digest) | (self.pins.of(slot) if slot is not None else frozenset())
 
     def entries(self, wanted: Sequence[AdapterRef | None]) -> tuple[Entry | None, ...]:
         """Resolved refs with their slots. Raises AdapterNotResident with every ref that is in none."""
@@ -296,13 +295,12 @@ class Residency:
         digest = self.names.digest_of(ref)
         self.names.unbind(ref.name)
         slot = self.readable_slot(digest)
-        ended: set[PinOwner] = set()
+        ended: frozenset[PinOwner] = frozenset()
         ended_holds: list[Hold] = []
         if force and not self.names.is_named(digest):
+            ended = self._owners(digest)
             ended_holds = [hold for owner in self.holds.of(digest) if (hold := self.holds.remove(owner)) is not None]
-            ended |= {hold.owner for hold in ended_holds}
             if slot is not None:
-                ended |= self.pins.of(slot)
                 self.slots.invalidate(slot)
             self.slots.end_resolving(digest)
         reason = f"forced; {len(ended)} pins ended" if force else ""
@@ -333,8 +331,7 @@ class Residency:
 
     def _leave_alias(self, name: AdapterName, digest: Digest) -> None:
         """A digest that nobody pins or holds need not be known by the name that left it."""
-        slot = self.layout.find(digest)
-        if not (self.holds.is_held(digest) or (slot is not None and self.pins.of(slot))):
+        if not self._owners(digest):
             self.names.forget_alias(name, digest)
 
     def _retire(self, digest: Digest) -> None:

@@ -66,6 +66,11 @@ class Slots:
     def __len__(self) -> int:
         return len(self.layout.slots)
 
+    @property
+    def reserved_slots(self) -> int:
+        """How many slots all sessions together reserved."""
+        return sum(self.reserved.values())
+
     # Who protects what
 
     def claim(self, digest: Digest, claim: Claim) -> None:
@@ -126,7 +131,7 @@ class Slots:
         for slot in demand.joins:
             after[slot] = after.get(slot, frozenset()) | {party}
         parties = [*after.values(), *[frozenset({party})] * demand.fills]
-        if len(parties) > total or common_use(parties, self.reserved) > total - sum(self.reserved.values()):
+        if len(parties) > total or common_use(parties, self.reserved) > total - self.reserved_slots:
             raise self._exhausted(demand, after)
         if not self.queue or self.queue[0] is demand.turn or self._is_within_reservation(party, parties):
             return
@@ -158,7 +163,7 @@ class Slots:
         mine = sum(party in parties for parties in after.values()) if party is not None else 0
         possible = mine + demand.fills <= total - others
         helps = possible and any(parties - {party} or party is None for parties in after.values())
-        reserved = sum(self.reserved.values())
+        reserved = self.reserved_slots
         why = "each is pinned, kept, reserved or in a load" if reserved else "each is pinned, kept or in a load"
         if mine + demand.fills > total:
             why = f"{mine + demand.fills} are wanted at a time"
@@ -174,7 +179,7 @@ class Slots:
 
     def check_keep(self, slot: SlotId | None, kept: int) -> None:
         """Raises SlotsExhausted unless `kept` names may be kept, one of them newly in `slot` (None: not there yet)."""
-        total, reserved = len(self), sum(self.reserved.values())
+        total, reserved = len(self), self.reserved_slots
         limit = min(total - 1, total - reserved)
         if kept > limit:
             raise SlotsExhausted(
@@ -190,7 +195,7 @@ class Slots:
 
     def reserve(self, session: SessionId, count: int, kept: int) -> None:
         """Reserves slots for a new session. Raises SlotsExhausted when others have them."""
-        total, reserved = len(self), sum(self.reserved.values())
+        total, reserved = len(self), self.reserved_slots
         if not count:
             return
         if self.queue:
@@ -210,7 +215,7 @@ class Slots:
     def available(self) -> int:
         """How many slots loads without a session could take now."""
         after, total = self.protectors(), len(self)
-        common = total - sum(self.reserved.values()) - common_use(after.values(), self.reserved)
+        common = total - self.reserved_slots - common_use(after.values(), self.reserved)
         return max(0, min(total - len(after), common))
 
     # Taking
@@ -275,4 +280,4 @@ class Slots:
             assert self.pins.of(slot) or digest in self._claims, f"slot {slot} drains for nobody"
         assert all(self._claims.values())
         used = common_use(self.protectors().values(), self.reserved)
-        assert used + sum(self.reserved.values()) <= len(self), "the reservations"
+        assert used + self.reserved_slots <= len(self), "the reservations"

@@ -8,6 +8,7 @@ from google.rpc import error_details_pb2, status_pb2
 from slotcar.v1 import error_pb2
 
 from slotcar_sidecar.core.errors import Reason, SlotcarError
+from slotcar_sidecar.rpc.convert import from_seconds
 
 DOMAIN = "slotcar"
 DETAILS_KEY = "grpc-status-details-bin"
@@ -68,11 +69,7 @@ def to_status(error: SlotcarError) -> status_pb2.Status:
 
 
 def _retry_delay(error: SlotcarError) -> duration_pb2.Duration | None:
-    if error.retry_after_seconds is None:
-        return None
-    delay = duration_pb2.Duration()
-    delay.FromNanoseconds(int(error.retry_after_seconds * 1e9))
-    return delay
+    return None if error.retry_after_seconds is None else from_seconds(error.retry_after_seconds)
 
 
 def to_message(error: SlotcarError) -> error_pb2.Error:
