@@ -8,15 +8,19 @@ two effects a plan runs alone; while an effect that `lends` the session is under
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from collections.abc import Mapping as ReadOnlyDict
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
 from google.protobuf.message import Message
 from slotcar.v1 import engine_service_pb2
 
 from slotcar_client.errors import SlotcarError
 from slotcar_client.values import Mapping
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 
@@ -38,11 +42,23 @@ class Call:
         return self.wait_seconds > 0
 
 
-@dataclass(frozen=True, slots=True)
-class Forward:
-    """A Forward over the session's transport; the answer is the response."""
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardCall:
+    """What a caller wants computed: {site: x [rows, in_features]}, and {site: base [rows, out_features]} to add to."""
 
-    request: engine_service_pb2.ForwardRequest
+    inputs: ReadOnlyDict[str, torch.Tensor]
+    row_counts: tuple[int, ...]
+    base: ReadOnlyDict[str, torch.Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Forward:
+    """A Forward over the session's transport, for a mapping as it is now; the answer is {site: output}."""
+
+    call: ForwardCall
+    mapping: Mapping
+    opened: engine_service_pb2.SessionOpened
+    rank: int = 0
     lends: ClassVar[bool] = False
 
 

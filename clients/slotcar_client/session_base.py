@@ -192,9 +192,9 @@ class MappedSession:
     def _perform(self, effect: Effect) -> Any:
         match effect:
             case Call():
-                return self._queue(effect) if effect.lends else self._rpc.call(effect)
+                return self._queue(effect) if effect.lends else self._transport.call(effect)
             case Forward():
-                return self._transport.forward(effect.request)
+                return self._transport.forward(effect)
             case Open():
                 return self._open(effect.request)
             case Wait():

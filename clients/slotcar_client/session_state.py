@@ -16,7 +16,7 @@ from slotcar.v1 import adapter_service_pb2, engine_service_pb2, model_pb2
 
 from slotcar_client import convert, protocol
 from slotcar_client.config import client_version
-from slotcar_client.effects import Call, Forward, Open, Plan, Stale, Wait
+from slotcar_client.effects import Call, Forward, ForwardCall, Open, Plan, Stale, Wait
 from slotcar_client.entries import Entries, Entry, parse_entries
 from slotcar_client.errors import (
     DeadlineExceeded,
@@ -187,24 +187,14 @@ class SessionState:
         base: ReadOnlyDict[str, torch.Tensor] | None,
         mapping: Mapping | None,
     ) -> Plan[dict[str, torch.Tensor]]:
-        from slotcar_client import torch_tensors
-
         wanted = self.current(mapping)
-        outgoing = torch_tensors.to_request(inputs, protocol.counts_for(wanted, row_counts), base)
-        protocol.check_size(outgoing.request, outgoing.tensor_bytes, self.opened.server.max_message_bytes)
-        request = outgoing.request
-        request.rank = self.options.rank
+        call = ForwardCall(inputs, protocol.counts_for(wanted, row_counts), base)
 
-        def attempt() -> Plan[engine_service_pb2.ForwardResponse]:
-            current = self.current(wanted)
-            request.session, request.mapping_id = self.session_id, current.mapping_id
-            request.generation = current.generation
-            response: engine_service_pb2.ForwardResponse = yield Forward(request)
-            protocol.check_forward(current, request, response)
-            return response
+        def attempt() -> Plan[dict[str, torch.Tensor]]:
+            outputs: dict[str, torch.Tensor] = yield Forward(call, self.current(wanted), self.opened, self.options.rank)
+            return outputs
 
-        response = yield from self._recovered(attempt, wanted)
-        return torch_tensors.to_outputs(outgoing, response)
+        return (yield from self._recovered(attempt, wanted))
 
     def fence(self) -> Plan[None]:
         def attempt() -> Plan[None]:

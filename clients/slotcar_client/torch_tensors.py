@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,35 +9,34 @@ from slotcar.v1 import engine_service_pb2, tensor_pb2
 from slotcar_kernels.buffers import buffer_from_tensor, tensor_from_buffer
 
 from slotcar_client.convert import DTYPE_NAMES, DTYPES
+from slotcar_client.effects import Forward, ForwardCall
 from slotcar_client.errors import RequestInvalid, ShapeMismatch
-from slotcar_client.protocol import shared_inputs
+from slotcar_client.protocol import check_forward, check_size, shared_inputs
 
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A Forward without its session and mapping; `sites` are in the order of its items."""
+    """A Forward as a message; `sites` are in the order of its items."""
 
     request: engine_service_pb2.ForwardRequest
     sites: tuple[str, ...]
-    tensor_bytes: int
     device: torch.device
 
 
-def to_request(
-    inputs: Mapping[str, torch.Tensor], row_counts: Sequence[int], base: Mapping[str, torch.Tensor] | None
-) -> Outgoing:
-    """A Forward of `inputs` {site: x [rows, in_features]}, adding to `base` {site: y [rows, out_features]} if given.
+def to_request(forward: Forward) -> Outgoing:
+    """The message that asks for a Forward; sites whose x is the very same tensor object share its bytes.
 
-    Sites whose x is the very same tensor object share its bytes. Raises RequestInvalid or ShapeMismatch.
+    Raises RequestInvalid, ShapeMismatch, or CapacityExceeded when it is larger than the server takes.
     """
-    if not inputs:
-        raise RequestInvalid("no site: give at least one", field="inputs", found="no site", wanted="at least one")
-    if base is not None and base.keys() != inputs.keys():
-        wanted = ", ".join(sorted(inputs))
-        raise RequestInvalid(
-            "base has other sites than the inputs", field="base", found=", ".join(sorted(base)), wanted=wanted
-        )
-    request = engine_service_pb2.ForwardRequest(row_counts=row_counts)
+    inputs, base, mapping = forward.call.inputs, forward.call.base, forward.mapping
+    check_sites(forward.call)
+    request = engine_service_pb2.ForwardRequest(
+        session=forward.opened.session,
+        mapping_id=mapping.mapping_id,
+        generation=mapping.generation,
+        row_counts=forward.call.row_counts,
+        rank=forward.rank,
+    )
     tensor_bytes = 0
     order = shared_inputs(inputs.items())
     for site, travels in order:
@@ -48,13 +46,25 @@ def to_request(
         if base is not None:
             item.mode = engine_service_pb2.FORWARD_MODE_ADD
             tensor_bytes += _fill(item.base, f"base of {site}", base[site])
-    first = inputs[order[0][0]]
-    return Outgoing(request, tuple(site for site, _ in order), tensor_bytes, first.device)
+    check_size(request, tensor_bytes, forward.opened.server.max_message_bytes)
+    return Outgoing(request, tuple(site for site, _ in order), inputs[order[0][0]].device)
 
 
-def to_outputs(outgoing: Outgoing, response: engine_service_pb2.ForwardResponse) -> dict[str, torch.Tensor]:
-    """{site: output [rows, out_features]} on the device of the inputs."""
+def to_outputs(
+    forward: Forward, outgoing: Outgoing, response: engine_service_pb2.ForwardResponse
+) -> dict[str, torch.Tensor]:
+    """{site: output [rows, out_features]} on the device of the inputs. Raises AuditFailed."""
+    check_forward(forward.mapping, outgoing.request, response)
     return {site: _tensor(ref).to(outgoing.device) for site, ref in zip(outgoing.sites, response.outputs, strict=True)}
+
+
+def check_sites(call: ForwardCall) -> None:
+    """Raises RequestInvalid unless there is a site, and a base for each or for none."""
+    if not call.inputs:
+        raise RequestInvalid("no site: give at least one", field="inputs", found="no site", wanted="at least one")
+    if call.base is not None and call.base.keys() != call.inputs.keys():
+        found, wanted = (", ".join(sorted(names)) for names in (call.base, call.inputs))
+        raise RequestInvalid("base has other sites than the inputs", field="base", found=found, wanted=wanted)
 
 
 def _fill(ref: tensor_pb2.TensorRef, field: str, tensor: torch.Tensor) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from slotcar_kernels import eager, native
 from slotcar_kernels.plan import Plan
 from slotcar_kernels.sites import SiteSlots
 
-__all__ = ["Kernel", "lora_forward"]
+__all__ = ["Kernel", "lora_forward", "prepare"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -54,13 +55,28 @@ def lora_forward(
     Raises ValueError when shapes, dtypes, a rank or the plan do not fit each other, or the kernel that is asked for is
     not there; then nothing was written.
     """
+    prepare(plan, x, sites, outs, bases, kernel)()
+
+
+def prepare(
+    plan: Plan,
+    x: Tensor,
+    sites: Sequence[SiteSlots],
+    outs: Sequence[Tensor],
+    bases: Sequence[Tensor | None] | None = None,
+    kernel: Kernel = _BEST,
+) -> Callable[[], None]:
+    """`lora_forward` without the computation: each call of the result computes from what x, slots and bases have then.
+
+    The ranks and scales are those of now. Raises ValueError as `lora_forward` does.
+    """
     bases = [None] * len(sites) if bases is None else bases
     _check(plan, x, sites, outs, bases)
     isa = _isa(kernel, sites)
     if isa is None:
-        eager.lora_forward(plan, x, sites, outs, bases)
-    else:
-        native.lora_forward(plan, x, native.Places(sites, outs, bases), isa, kernel.threads)
+        sites = [replace(site, ranks=tuple(site.ranks), scales=tuple(site.scales)) for site in sites]
+        return partial(eager.lora_forward, plan, x, sites, outs, bases)
+    return native.PreparedCall(plan, x, native.Places(sites, outs, bases), isa, kernel.threads)
 
 
 def _isa(kernel: Kernel, sites: Sequence[SiteSlots]) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from torch import Tensor
 from slotcar_kernels.plan import Plan
 from slotcar_kernels.sites import SiteSlots
 
-__all__ = ["ISAS", "Places", "available", "backend", "best_isa", "lora_forward", "takes"]
+__all__ = ["ISAS", "Places", "PreparedCall", "available", "backend", "best_isa", "takes"]
 
 ISAS = ("portable", "avx2", "avx512", "avx512-bf16")  # in the order of the library's numbers, the best last
 
@@ -98,37 +98,49 @@ def takes(site: SiteSlots) -> bool:
     return site.a.stride(2) == 1 and site.b.stride(2) == 1 and site.a.shape[1] <= _MAX_RANK
 
 
-def lora_forward(plan: Plan, x: Tensor, places: Places, isa: str, threads: int = 1) -> None:
-    """As cpu.lora_forward, which has checked the arguments: the library reads and writes where these say.
+class PreparedCall:
+    """As cpu.prepare, which has checked the arguments: the library reads and writes where these say, at each run.
 
-    Raises ValueError when the plan names rows that are not there; then nothing was written.
+    Raises ValueError when the plan's order is not what the library reads.
     """
-    forward = _loaded().forward
-    assert forward is not None, "the caller asked for the best instruction set, and there is none"
-    order = plan.order
-    if order is not None and not (order.shape == (plan.rows,) and order.dtype == torch.int64 and order.is_contiguous()):
-        raise ValueError(f"the plan's order is {tuple(order.shape)} {order.dtype}, wanted {plan.rows} int64")
-    segments = array("q", chain.from_iterable(plan.segments))
-    base_ranges = array("q", chain.from_iterable(plan.base_ranges))
-    batch = _Batch(
-        plan.rows,
-        None if order is None else order.data_ptr(),
-        _address(segments),
-        len(plan.segments),
-        _address(base_ranges),
-        len(plan.base_ranges),
-        x.data_ptr(),
-        x.stride(0),
-        x.shape[1],
-        _DTYPES[x.dtype],
-    )
-    slots = [segment[0] for segment in plan.segments]
-    ranks = [array("q", [site.ranks[slot] for slot in slots]) for site in places.sites]
-    scales = [array("f", [site.scales[slot] for slot in slots]) for site in places.sites]
-    sites = (_Site * len(places.sites))(*map(_site, *places, ranks, scales))
-    status = forward(ctypes.byref(batch), sites, len(sites), ISAS.index(isa), threads)
-    if status:
-        raise ValueError(_REFUSALS.get(status, f"the library has no kernel for {isa} here"))
+
+    def __init__(self, plan: Plan, x: Tensor, places: Places, isa: str, threads: int = 1) -> None:
+        forward = _loaded().forward
+        assert forward is not None, "the caller asked for the best instruction set, and there is none"
+        order = plan.order
+        if order is not None and not (
+            order.shape == (plan.rows,) and order.dtype == torch.int64 and order.is_contiguous()
+        ):
+            raise ValueError(f"the plan's order is {tuple(order.shape)} {order.dtype}, wanted {plan.rows} int64")
+        segments = array("q", chain.from_iterable(plan.segments))
+        base_ranges = array("q", chain.from_iterable(plan.base_ranges))
+        self._isa = isa
+        self._batch = _Batch(
+            plan.rows,
+            None if order is None else order.data_ptr(),
+            _address(segments),
+            len(plan.segments),
+            _address(base_ranges),
+            len(plan.base_ranges),
+            x.data_ptr(),
+            x.stride(0),
+            x.shape[1],
+            _DTYPES[x.dtype],
+        )
+        slots = [segment[0] for segment in plan.segments]
+        ranks = [array("q", [site.ranks[slot] for slot in slots]) for site in places.sites]
+        scales = [array("f", [site.scales[slot] for slot in slots]) for site in places.sites]
+        self._sites = (_Site * len(places.sites))(*map(_site, *places, ranks, scales))
+        self._kept_alive = (order, segments, base_ranges, x, places, ranks, scales)
+        self._call = partial(
+            forward, ctypes.byref(self._batch), self._sites, len(self._sites), ISAS.index(isa), threads
+        )
+
+    def __call__(self) -> None:
+        """Raises ValueError when the plan names rows that are not there; then nothing was written."""
+        status = self._call()
+        if status:
+            raise ValueError(_REFUSALS.get(status, f"the library has no kernel for {self._isa} here"))
 
 
 def _site(site: SiteSlots, out: Tensor, base: Tensor | None, ranks: array[int], scales: array[float]) -> _Site:

@@ -23,6 +23,7 @@ from urllib.parse import quote
 from grpc import aio
 from grpc_health.v1 import health_pb2
 from prometheus_client import start_http_server
+from slotcar.shm.slots import EPOCH_BYTES
 
 from slotcar_sidecar.cache import AdapterCache
 from slotcar_sidecar.config import Address, Config, TcpAddress, UnixAddress
@@ -112,8 +113,8 @@ def _make_cache(config: Config, metrics: Metrics, resources: contextlib.ExitStac
     events = EventLog(time.time)
     host = HostTierLru(config.host_bytes)
     source = LocalSource(config.root, config.max_adapter_bytes)
-    device = CpuDevice(config.slots, config.max_rank, config.dtype)
-    layout = Layout.empty(Epoch(secrets.token_hex(8)), config.slots)
+    layout = Layout.empty(Epoch(secrets.token_hex(EPOCH_BYTES // 2)), config.slots)
+    device = CpuDevice(config.slots, config.max_rank, config.dtype, epoch=str(layout.epoch))
     events.listeners += [functools.partial(logs.log_event, layout.epoch), metrics.event]
     cache = AdapterCache(
         Residency(layout, events, host.drop, config.max_adapters),

@@ -16,11 +16,12 @@ from slotcar_sidecar.core.errors import SourceUnavailable
 from slotcar_sidecar.core.events import Event, EventLog
 from slotcar_sidecar.core.forward import ForwardItem
 from slotcar_sidecar.core.ids import Digest, Epoch, SlotId
-from slotcar_sidecar.core.layout import Layout
+from slotcar_sidecar.core.layout import Layout, SlotState
 from slotcar_sidecar.core.model import ModelSpec, Site
 from slotcar_sidecar.core.ports import Environment, Limits
 from slotcar_sidecar.core.residency import Residency
 from slotcar_sidecar.core.session import Sessions
+from slotcar_sidecar.core.tally import ForwardTally
 from slotcar_sidecar.core.tensor import Matrix
 from slotcar_sidecar.store.host import HostTierLru
 from slotcar_sidecar.store.tiers import SourceAndHost
@@ -154,7 +155,16 @@ class FakeDevice:
         self.read_while_written: list[SlotId] = []
         self.writing: set[SlotId] = set()
         self.written_twice: list[SlotId] = []
+        self.unannounced: list[SlotId] = []
         self.fail_fill: Exception | None = None
+        self.published: Layout | None = None
+        self.closed = False
+
+    def publish(self, layout: Layout) -> None:
+        self.published = layout
+
+    def close(self) -> None:
+        self.closed = True
 
     def shape(self, model: ModelSpec) -> None:
         pass
@@ -167,6 +177,8 @@ class FakeDevice:
             slot = args[0]
             if slot in self.writing:
                 self.written_twice.append(slot)
+            if self.published is None or self.published[slot].state is not SlotState.FILLING:
+                self.unannounced.append(slot)
             self.writing.add(slot)
             self.bytes[slot] = TORN
             if any(slot == read for batch in self.reading for read, _ in batch.rows):
@@ -213,6 +225,11 @@ class SilentObserver:
     def host_lookup(self, *, hit: bool) -> None: ...
 
     def forward(self, plane: str, rows: int, seconds: float, reason: str) -> None: ...
+
+    def begin_tally(self, plane: str) -> ForwardTally:
+        return ForwardTally()
+
+    def end_tally(self, plane: str, tally: ForwardTally) -> None: ...
 
 
 @dataclass

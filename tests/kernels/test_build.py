@@ -32,7 +32,7 @@ import torch
 from slotcar_kernels import plan, sites
 site = sites.SiteSlots(torch.zeros(1, 1, 4096), torch.zeros(1, 1, 8), [1], [1.0])
 places = native.Places([site], [torch.zeros(1, 8)], [None])
-native.lora_forward(plan.plan_rows([(0, 1)]), torch.zeros(1, 4097), places, "portable")
+native.PreparedCall(plan.plan_rows([(0, 1)]), torch.zeros(1, 4097), places, "portable")()
 """
 
 

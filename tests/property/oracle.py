@@ -33,6 +33,7 @@ def check_everything(bench: Bench) -> None:
         if slot.state in (SlotState.OCCUPIED, SlotState.DRAINING):
             assert bench.device.bytes[SlotId(index)] == str(slot.digest), "I1"
     assert not bench.device.written_while_read, "I2"
+    assert not bench.device.unannounced, "I2: bytes changed before readers elsewhere were told"
     assert not bench.device.read_while_written, "I2"
     capacity = cache.capacity()
     assert sum(capacity.slots.values()) == len(cache.layout.slots), "I7"

@@ -190,7 +190,7 @@ class AsyncSession:
             case Call():
                 return await (self._queue(effect) if effect.lends else self._rpc.call(effect))
             case Forward():
-                return await self._rpc.call(Call(effect.request))
+                return await self._forward(effect)
             case Open():
                 return await self._open(effect.request)
             case Wait():
@@ -201,6 +201,12 @@ class AsyncSession:
                 if self._state.options.on_stale is not None:
                     self._state.options.on_stale(effect.mapping, effect.error)
         return None
+
+    async def _forward(self, forward: Forward) -> dict[str, torch.Tensor]:
+        from slotcar_client import torch_tensors
+
+        outgoing = torch_tensors.to_request(forward)
+        return torch_tensors.to_outputs(forward, outgoing, await self._rpc.call(Call(outgoing.request)))
 
     async def _queue(self, effect: Call) -> Any:
         """A call that the server may queue, which `close` cancels."""

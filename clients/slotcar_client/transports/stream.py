@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from slotcar.v1 import engine_service_pb2
 
+from slotcar_client.effects import Call, Forward
 from slotcar_client.errors import DeadlineExceeded, InternalError, Unavailable, from_message, from_rpc_error
 from slotcar_client.rpc import Rpc
 from slotcar_client.transports.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    import torch
 
 _Request = engine_service_pb2.ForwardStreamRequest
 _Response = engine_service_pb2.ForwardStreamResponse
@@ -29,7 +33,16 @@ class StreamTransport:
         self._open: _OpenStream | None = None
         self._watchdog = Watchdog(rpc.timeout_seconds)
 
-    def forward(self, request: engine_service_pb2.ForwardRequest) -> engine_service_pb2.ForwardResponse:
+    def forward(self, forward: Forward) -> dict[str, torch.Tensor]:
+        from slotcar_client import torch_tensors
+
+        outgoing = torch_tensors.to_request(forward)
+        return torch_tensors.to_outputs(forward, outgoing, self._ask(outgoing.request))
+
+    def call(self, call: Call) -> Any:
+        return self._rpc.call(call)
+
+    def _ask(self, request: engine_service_pb2.ForwardRequest) -> engine_service_pb2.ForwardResponse:
         if self._open is None or not self._open.alive:
             self._open = _OpenStream(self._rpc)
         stream = self._open

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from slotcar.v1 import engine_service_pb2
+from typing import TYPE_CHECKING, Any
 
-from slotcar_client.effects import Call
+from slotcar_client.effects import Call, Forward
 from slotcar_client.rpc import Rpc
+
+if TYPE_CHECKING:
+    import torch
 
 
 class UnaryTransport:
@@ -14,9 +17,14 @@ class UnaryTransport:
     def __init__(self, rpc: Rpc) -> None:
         self._rpc = rpc
 
-    def forward(self, request: engine_service_pb2.ForwardRequest) -> engine_service_pb2.ForwardResponse:
-        response: engine_service_pb2.ForwardResponse = self._rpc.call(Call(request))
-        return response
+    def forward(self, forward: Forward) -> dict[str, torch.Tensor]:
+        from slotcar_client import torch_tensors
+
+        outgoing = torch_tensors.to_request(forward)
+        return torch_tensors.to_outputs(forward, outgoing, self._rpc.call(Call(outgoing.request)))
+
+    def call(self, call: Call) -> Any:
+        return self._rpc.call(call)
 
     def close(self) -> None:
         """Nothing is open."""

@@ -27,72 +27,73 @@ from slotcar.v1 import adapter_pb2 as slotcar_dot_v1_dot_adapter__pb2
 from slotcar.v1 import error_pb2 as slotcar_dot_v1_dot_error__pb2
 from slotcar.v1 import layout_pb2 as slotcar_dot_v1_dot_layout__pb2
 from slotcar.v1 import model_pb2 as slotcar_dot_v1_dot_model__pb2
+from slotcar.v1 import plane_pb2 as slotcar_dot_v1_dot_plane__pb2
 from slotcar.v1 import tensor_pb2 as slotcar_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fslotcar/v1/engine_service.proto\x12\nslotcar.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18slotcar/v1/adapter.proto\x1a\x16slotcar/v1/error.proto\x1a\x17slotcar/v1/layout.proto\x1a\x16slotcar/v1/model.proto\x1a\x17slotcar/v1/tensor.proto\"\xd5\x01\n\x12OpenSessionRequest\x12\x13\n\x0b\x63lient_name\x18\x01 \x01(\t\x12\x16\n\x0eresume_session\x18\x02 \x01(\t\x12)\n\nmodel_spec\x18\x03 \x01(\x0b\x32\x15.slotcar.v1.ModelSpec\x12(\n\x05grace\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\r\n\x05ranks\x18\x05 \x01(\r\x12\x16\n\x0ereserved_slots\x18\x06 \x01(\r\x12\x16\n\x0e\x63lient_version\x18\x07 \x01(\t\"\xcb\x01\n\x13OpenSessionResponse\x12*\n\x07version\x18\x01 \x01(\x0b\x32\x19.slotcar.v1.LayoutVersion\x12+\n\x06opened\x18\x02 \x01(\x0b\x32\x19.slotcar.v1.SessionOpenedH\x00\x12$\n\x06layout\x18\x03 \x01(\x0b\x32\x12.slotcar.v1.LayoutH\x00\x12*\n\theartbeat\x18\x04 \x01(\x0b\x32\x15.slotcar.v1.HeartbeatH\x00\x42\t\n\x07message\"\xcf\x01\n\rSessionOpened\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0f\n\x07resumed\x18\x02 \x01(\x08\x12&\n\x06server\x18\x03 \x01(\x0b\x32\x16.slotcar.v1.ServerInfo\x12)\n\nmodel_spec\x18\x04 \x01(\x0b\x32\x15.slotcar.v1.ModelSpec\x12\"\n\x06layout\x18\x05 \x01(\x0b\x32\x12.slotcar.v1.Layout\x12\r\n\x05ranks\x18\x06 \x01(\r\x12\x16\n\x0ereserved_slots\x18\x07 \x01(\r\"\x0b\n\tHeartbeat\"\x9c\x01\n\nServerInfo\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05slots\x18\x02 \x01(\r\x12\x10\n\x08max_rank\x18\x03 \x01(\r\x12%\n\nslot_dtype\x18\x04 \x01(\x0e\x32\x11.slotcar.v1.Dtype\x12\x19\n\x11max_message_bytes\x18\x05 \x01(\x04\x12\x1a\n\x12max_response_bytes\x18\x06 \x01(\x04\"K\n\x12JoinSessionRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x16\n\x0e\x63lient_version\x18\x03 \x01(\t\"\xcb\x01\n\x13JoinSessionResponse\x12*\n\x07version\x18\x01 \x01(\x0b\x32\x19.slotcar.v1.LayoutVersion\x12+\n\x06opened\x18\x02 \x01(\x0b\x32\x19.slotcar.v1.SessionOpenedH\x00\x12$\n\x06layout\x18\x03 \x01(\x0b\x32\x12.slotcar.v1.LayoutH\x00\x12*\n\theartbeat\x18\x04 \x01(\x0b\x32\x15.slotcar.v1.HeartbeatH\x00\x42\t\n\x07message\"&\n\x13\x43loseSessionRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\"A\n\x14\x43loseSessionResponse\x12)\n\x06layout\x18\x01 \x01(\x0b\x32\x19.slotcar.v1.LayoutVersion\"\x90\x01\n\x12HoldAdapterRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0f\n\x07hold_id\x18\x02 \x01(\x04\x12\x0b\n\x03ref\x18\x03 \x01(\t\x12+\n\x08\x64uration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1e\n\x04tier\x18\x05 \x01(\x0e\x32\x10.slotcar.v1.Tier\"p\n\x13HoldAdapterResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x1e\n\x04tier\x18\x02 \x01(\x0e\x32\x10.slotcar.v1.Tier\x12)\n\x06layout\x18\x03 \x01(\x0b\x32\x19.slotcar.v1.LayoutVersion\"6\n\x12ReleaseHoldRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0f\n\x07hold_id\x18\x02 \x01(\x04\"@\n\x13ReleaseHoldResponse\x12)\n\x06layout\x18\x01 \x01(\x0b\x32\x19.slotcar.v1.LayoutVersion\"7\n\x0cMappingEntry\x12\r\n\x03ref\x18\x01 \x01(\tH\x00\x12\x0e\n\x04\x62\x61se\x18\x02 \x01(\x08H\x00\x42\x08\n\x06target\"\x9a\x01\n\x11SetMappingRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x12\n\nmapping_id\x18\x02 \x01(\x04\x12)\n\x07\x65ntries\x18\x03 \x03(\x0b\x32\x18.slotcar.v1.MappingEntry\x12\x0c\n\x04load\x18\x04 \x01(\x08\x12\'\n\x04wait\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\";\n\rResolvedEntry\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x11\n\x04slot\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x07\n\x05_slot\"\x7f\n\x12SetMappingResponse\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12*\n\x07\x65ntries\x18\x02 \x03(\x0b\x32\x19.slotcar.v1.ResolvedEntry\x12)\n\x06layout\x18\x03 \x01(\x0b\x32\x19.slotcar.v1.LayoutVersion\"<\n\x15ReleaseMappingRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x12\n\nmapping_id\x18\x02 \x01(\x04\"C\n\x16ReleaseMappingResponse\x12)\n\x06layout\x18\x01 \x01(\x0b\x32\x19.slotcar.v1.LayoutVersion\"\x1f\n\x0c\x46\x65nceRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\":\n\rFenceResponse\x12)\n\x06layout\x18\x01 \x01(\x0b\x32\x19.slotcar.v1.LayoutVersion\"\x89\x01\n\x0b\x46orwardItem\x12\x0c\n\x04site\x18\x01 \x01(\t\x12 \n\x01x\x18\x02 \x01(\x0b\x32\x15.slotcar.v1.TensorRef\x12#\n\x04\x62\x61se\x18\x03 \x01(\x0b\x32\x15.slotcar.v1.TensorRef\x12%\n\x04mode\x18\x04 \x01(\x0e\x32\x17.slotcar.v1.ForwardMode\"\x93\x01\n\x0e\x46orwardRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x12\n\nmapping_id\x18\x02 \x01(\x04\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x12\n\nrow_counts\x18\x04 \x03(\x04\x12&\n\x05items\x18\x05 \x03(\x0b\x32\x17.slotcar.v1.ForwardItem\x12\x0c\n\x04rank\x18\x06 \x01(\r\";\n\rForwardTiming\x12\x13\n\x0bqueue_nanos\x18\x01 \x01(\x04\x12\x15\n\rcompute_nanos\x18\x02 \x01(\x04\"\xa0\x01\n\x0f\x46orwardResponse\x12)\n\x06layout\x18\x01 \x01(\x0b\x32\x19.slotcar.v1.LayoutVersion\x12\x0f\n\x07\x64igests\x18\x02 \x03(\t\x12&\n\x07outputs\x18\x03 \x03(\x0b\x32\x15.slotcar.v1.TensorRef\x12)\n\x06timing\x18\x04 \x01(\x0b\x32\x19.slotcar.v1.ForwardTiming\"C\n\x14\x46orwardStreamRequest\x12+\n\x07\x66orward\x18\x01 \x01(\x0b\x32\x1a.slotcar.v1.ForwardRequest\"u\n\x15\x46orwardStreamResponse\x12.\n\x07\x66orward\x18\x01 \x01(\x0b\x32\x1b.slotcar.v1.ForwardResponseH\x00\x12\"\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x11.slotcar.v1.ErrorH\x00\x42\x08\n\x06result*Y\n\x0b\x46orwardMode\x12\x1c\n\x18\x46ORWARD_MODE_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46ORWARD_MODE_DELTA\x10\x01\x12\x14\n\x10\x46ORWARD_MODE_ADD\x10\x02\x32\xa8\x06\n\rEngineService\x12P\n\x0bOpenSession\x12\x1e.slotcar.v1.OpenSessionRequest\x1a\x1f.slotcar.v1.OpenSessionResponse0\x01\x12P\n\x0bJoinSession\x12\x1e.slotcar.v1.JoinSessionRequest\x1a\x1f.slotcar.v1.JoinSessionResponse0\x01\x12Q\n\x0c\x43loseSession\x12\x1f.slotcar.v1.CloseSessionRequest\x1a .slotcar.v1.CloseSessionResponse\x12N\n\x0bHoldAdapter\x12\x1e.slotcar.v1.HoldAdapterRequest\x1a\x1f.slotcar.v1.HoldAdapterResponse\x12N\n\x0bReleaseHold\x12\x1e.slotcar.v1.ReleaseHoldRequest\x1a\x1f.slotcar.v1.ReleaseHoldResponse\x12K\n\nSetMapping\x12\x1d.slotcar.v1.SetMappingRequest\x1a\x1e.slotcar.v1.SetMappingResponse\x12W\n\x0eReleaseMapping\x12!.slotcar.v1.ReleaseMappingRequest\x1a\".slotcar.v1.ReleaseMappingResponse\x12<\n\x05\x46\x65nce\x12\x18.slotcar.v1.FenceRequest\x1a\x19.slotcar.v1.FenceResponse\x12\x42\n\x07\x46orward\x12\x1a.slotcar.v1.ForwardRequest\x1a\x1b.slotcar.v1.ForwardResponse\x12X\n\rForwardStream\x12 .slotcar.v1.ForwardStreamRequest\x1a!.slotcar.v1.ForwardStreamResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fslotcar/v1/engine_service.proto\x12\nslotcar.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18slotcar/v1/adapter.proto\x1a\x16slotcar/v1/error.proto\x1a\x17slotcar/v1/layout.proto\x1a\x16slotcar/v1/model.proto\x1a\x16slotcar/v1/plane.proto\x1a\x17slotcar/v1/tensor.proto\"\xd5\x01\n\x12OpenSessionRequest\x12\x13\n\x0b\x63lient_name\x18\x01 \x01(\t\x12\x16\n\x0eresume_session\x18\x02 \x01(\t\x12)\n\nmodel_spec\x18\x03 \x01(\x0b\x32\x15.slotcar.v1.ModelSpec\x12(\n\x05grace\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\r\n\x05ranks\x18\x05 \x01(\r\x12\x16\n\x0ereserved_slots\x18\x06 \x01(\r\x12\x16\n\x0e\x63lient_version\x18\x07 \x01(\t\"\xcb\x01\n\x13OpenSessionResponse\x12*\n\x07version\x18\x01 \x01(\x0b\x32\x19.slotcar.v1.LayoutVersion\x12+\n\x06opened\x18\x02 \x01(\x0b\x32\x19.slotcar.v1.SessionOpenedH\x00\x12$\n\x06layout\x18\x03 \x01(\x0b\x32\x12.slotcar.v1.LayoutH\x00\x12*\n\theartbeat\x18\x04 \x01(\x0b\x32\x15.slotcar.v1.HeartbeatH\x00\x42\t\n\x07message\"\xcf\x01\n\rSessionOpened\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0f\n\x07resumed\x18\x02 \x01(\x08\x12&\n\x06server\x18\x03 \x01(\x0b\x32\x16.slotcar.v1.ServerInfo\x12)\n\nmodel_spec\x18\x04 \x01(\x0b\x32\x15.slotcar.v1.ModelSpec\x12\"\n\x06layout\x18\x05 \x01(\x0b\x32\x12.slotcar.v1.Layout\x12\r\n\x05ranks\x18\x06 \x01(\r\x12\x16\n\x0ereserved_slots\x18\x07 \x01(\r\"\x0b\n\tHeartbeat\"\xbf\x01\n\nServerInfo\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05slots\x18\x02 \x01(\r\x12\x10\n\x08max_rank\x18\x03 \x01(\r\x12%\n\nslot_dtype\x18\x04 \x01(\x0e\x32\x11.slotcar.v1.Dtype\x12\x19\n\x11max_message_bytes\x18\x05 \x01(\x04\x12\x1a\n\x12max_response_bytes\x18\x06 \x01(\x04\x12!\n\x06planes\x18\x07 \x03(\x0e\x32\x11.slotcar.v1.Plane\"K\n\x12JoinSessionRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x16\n\x0e\x63lient_version\x18\x03 \x01(\t\"\xcb\x01\n\x13JoinSessionResponse\x12*\n\x07version\x18\x01 \x01(\x0b\x32\x19.slotcar.v1.LayoutVersion\x12+\n\x06opened\x18\x02 \x01(\x0b\x32\x19.slotcar.v1.SessionOpenedH\x00\x12$\n\x06layout\x18\x03 \x01(\x0b\x32\x12.slotcar.v1.LayoutH\x00\x12*\n\theartbeat\x18\x04 \x01(\x0b\x32\x15.slotcar.v1.HeartbeatH\x00\x42\t\n\x07message\"&\n\x13\x43loseSessionRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\"A\n\x14\x43loseSessionResponse\x12)\n\x06layout\x18\x01 \x01(\x0b\x32\x19.slotcar.v1.LayoutVersion\"\x90\x01\n\x12HoldAdapterRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0f\n\x07hold_id\x18\x02 \x01(\x04\x12\x0b\n\x03ref\x18\x03 \x01(\t\x12+\n\x08\x64uration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1e\n\x04tier\x18\x05 \x01(\x0e\x32\x10.slotcar.v1.Tier\"p\n\x13HoldAdapterResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x1e\n\x04tier\x18\x02 \x01(\x0e\x32\x10.slotcar.v1.Tier\x12)\n\x06layout\x18\x03 \x01(\x0b\x32\x19.slotcar.v1.LayoutVersion\"6\n\x12ReleaseHoldRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0f\n\x07hold_id\x18\x02 \x01(\x04\"@\n\x13ReleaseHoldResponse\x12)\n\x06layout\x18\x01 \x01(\x0b\x32\x19.slotcar.v1.LayoutVersion\"7\n\x0cMappingEntry\x12\r\n\x03ref\x18\x01 \x01(\tH\x00\x12\x0e\n\x04\x62\x61se\x18\x02 \x01(\x08H\x00\x42\x08\n\x06target\"\x9a\x01\n\x11SetMappingRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x12\n\nmapping_id\x18\x02 \x01(\x04\x12)\n\x07\x65ntries\x18\x03 \x03(\x0b\x32\x18.slotcar.v1.MappingEntry\x12\x0c\n\x04load\x18\x04 \x01(\x08\x12\'\n\x04wait\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\";\n\rResolvedEntry\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x11\n\x04slot\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x07\n\x05_slot\"\x7f\n\x12SetMappingResponse\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12*\n\x07\x65ntries\x18\x02 \x03(\x0b\x32\x19.slotcar.v1.ResolvedEntry\x12)\n\x06layout\x18\x03 \x01(\x0b\x32\x19.slotcar.v1.LayoutVersion\"<\n\x15ReleaseMappingRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x12\n\nmapping_id\x18\x02 \x01(\x04\"C\n\x16ReleaseMappingResponse\x12)\n\x06layout\x18\x01 \x01(\x0b\x32\x19.slotcar.v1.LayoutVersion\"\x1f\n\x0c\x46\x65nceRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\":\n\rFenceResponse\x12)\n\x06layout\x18\x01 \x01(\x0b\x32\x19.slotcar.v1.LayoutVersion\"\x89\x01\n\x0b\x46orwardItem\x12\x0c\n\x04site\x18\x01 \x01(\t\x12 \n\x01x\x18\x02 \x01(\x0b\x32\x15.slotcar.v1.TensorRef\x12#\n\x04\x62\x61se\x18\x03 \x01(\x0b\x32\x15.slotcar.v1.TensorRef\x12%\n\x04mode\x18\x04 \x01(\x0e\x32\x17.slotcar.v1.ForwardMode\"\x93\x01\n\x0e\x46orwardRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x12\n\nmapping_id\x18\x02 \x01(\x04\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x12\n\nrow_counts\x18\x04 \x03(\x04\x12&\n\x05items\x18\x05 \x03(\x0b\x32\x17.slotcar.v1.ForwardItem\x12\x0c\n\x04rank\x18\x06 \x01(\r\";\n\rForwardTiming\x12\x13\n\x0bqueue_nanos\x18\x01 \x01(\x04\x12\x15\n\rcompute_nanos\x18\x02 \x01(\x04\"\xa0\x01\n\x0f\x46orwardResponse\x12)\n\x06layout\x18\x01 \x01(\x0b\x32\x19.slotcar.v1.LayoutVersion\x12\x0f\n\x07\x64igests\x18\x02 \x03(\t\x12&\n\x07outputs\x18\x03 \x03(\x0b\x32\x15.slotcar.v1.TensorRef\x12)\n\x06timing\x18\x04 \x01(\x0b\x32\x19.slotcar.v1.ForwardTiming\"C\n\x14\x46orwardStreamRequest\x12+\n\x07\x66orward\x18\x01 \x01(\x0b\x32\x1a.slotcar.v1.ForwardRequest\"u\n\x15\x46orwardStreamResponse\x12.\n\x07\x66orward\x18\x01 \x01(\x0b\x32\x1b.slotcar.v1.ForwardResponseH\x00\x12\"\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x11.slotcar.v1.ErrorH\x00\x42\x08\n\x06result*Y\n\x0b\x46orwardMode\x12\x1c\n\x18\x46ORWARD_MODE_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46ORWARD_MODE_DELTA\x10\x01\x12\x14\n\x10\x46ORWARD_MODE_ADD\x10\x02\x32\xa8\x06\n\rEngineService\x12P\n\x0bOpenSession\x12\x1e.slotcar.v1.OpenSessionRequest\x1a\x1f.slotcar.v1.OpenSessionResponse0\x01\x12P\n\x0bJoinSession\x12\x1e.slotcar.v1.JoinSessionRequest\x1a\x1f.slotcar.v1.JoinSessionResponse0\x01\x12Q\n\x0c\x43loseSession\x12\x1f.slotcar.v1.CloseSessionRequest\x1a .slotcar.v1.CloseSessionResponse\x12N\n\x0bHoldAdapter\x12\x1e.slotcar.v1.HoldAdapterRequest\x1a\x1f.slotcar.v1.HoldAdapterResponse\x12N\n\x0bReleaseHold\x12\x1e.slotcar.v1.ReleaseHoldRequest\x1a\x1f.slotcar.v1.ReleaseHoldResponse\x12K\n\nSetMapping\x12\x1d.slotcar.v1.SetMappingRequest\x1a\x1e.slotcar.v1.SetMappingResponse\x12W\n\x0eReleaseMapping\x12!.slotcar.v1.ReleaseMappingRequest\x1a\".slotcar.v1.ReleaseMappingResponse\x12<\n\x05\x46\x65nce\x12\x18.slotcar.v1.FenceRequest\x1a\x19.slotcar.v1.FenceResponse\x12\x42\n\x07\x46orward\x12\x1a.slotcar.v1.ForwardRequest\x1a\x1b.slotcar.v1.ForwardResponse\x12X\n\rForwardStream\x12 .slotcar.v1.ForwardStreamRequest\x1a!.slotcar.v1.ForwardStreamResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'slotcar.v1.engine_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FORWARDMODE']._serialized_start=3110
-  _globals['_FORWARDMODE']._serialized_end=3199
-  _globals['_OPENSESSIONREQUEST']._serialized_start=204
-  _globals['_OPENSESSIONREQUEST']._serialized_end=417
-  _globals['_OPENSESSIONRESPONSE']._serialized_start=420
-  _globals['_OPENSESSIONRESPONSE']._serialized_end=623
-  _globals['_SESSIONOPENED']._serialized_start=626
-  _globals['_SESSIONOPENED']._serialized_end=833
-  _globals['_HEARTBEAT']._serialized_start=835
-  _globals['_HEARTBEAT']._serialized_end=846
-  _globals['_SERVERINFO']._serialized_start=849
-  _globals['_SERVERINFO']._serialized_end=1005
-  _globals['_JOINSESSIONREQUEST']._serialized_start=1007
-  _globals['_JOINSESSIONREQUEST']._serialized_end=1082
-  _globals['_JOINSESSIONRESPONSE']._serialized_start=1085
-  _globals['_JOINSESSIONRESPONSE']._serialized_end=1288
-  _globals['_CLOSESESSIONREQUEST']._serialized_start=1290
-  _globals['_CLOSESESSIONREQUEST']._serialized_end=1328
-  _globals['_CLOSESESSIONRESPONSE']._serialized_start=1330
-  _globals['_CLOSESESSIONRESPONSE']._serialized_end=1395
-  _globals['_HOLDADAPTERREQUEST']._serialized_start=1398
-  _globals['_HOLDADAPTERREQUEST']._serialized_end=1542
-  _globals['_HOLDADAPTERRESPONSE']._serialized_start=1544
-  _globals['_HOLDADAPTERRESPONSE']._serialized_end=1656
-  _globals['_RELEASEHOLDREQUEST']._serialized_start=1658
-  _globals['_RELEASEHOLDREQUEST']._serialized_end=1712
-  _globals['_RELEASEHOLDRESPONSE']._serialized_start=1714
-  _globals['_RELEASEHOLDRESPONSE']._serialized_end=1778
-  _globals['_MAPPINGENTRY']._serialized_start=1780
-  _globals['_MAPPINGENTRY']._serialized_end=1835
-  _globals['_SETMAPPINGREQUEST']._serialized_start=1838
-  _globals['_SETMAPPINGREQUEST']._serialized_end=1992
-  _globals['_RESOLVEDENTRY']._serialized_start=1994
-  _globals['_RESOLVEDENTRY']._serialized_end=2053
-  _globals['_SETMAPPINGRESPONSE']._serialized_start=2055
-  _globals['_SETMAPPINGRESPONSE']._serialized_end=2182
-  _globals['_RELEASEMAPPINGREQUEST']._serialized_start=2184
-  _globals['_RELEASEMAPPINGREQUEST']._serialized_end=2244
-  _globals['_RELEASEMAPPINGRESPONSE']._serialized_start=2246
-  _globals['_RELEASEMAPPINGRESPONSE']._serialized_end=2313
-  _globals['_FENCEREQUEST']._serialized_start=2315
-  _globals['_FENCEREQUEST']._serialized_end=2346
-  _globals['_FENCERESPONSE']._serialized_start=2348
-  _globals['_FENCERESPONSE']._serialized_end=2406
-  _globals['_FORWARDITEM']._serialized_start=2409
-  _globals['_FORWARDITEM']._serialized_end=2546
-  _globals['_FORWARDREQUEST']._serialized_start=2549
-  _globals['_FORWARDREQUEST']._serialized_end=2696
-  _globals['_FORWARDTIMING']._serialized_start=2698
-  _globals['_FORWARDTIMING']._serialized_end=2757
-  _globals['_FORWARDRESPONSE']._serialized_start=2760
-  _globals['_FORWARDRESPONSE']._serialized_end=2920
-  _globals['_FORWARDSTREAMREQUEST']._serialized_start=2922
-  _globals['_FORWARDSTREAMREQUEST']._serialized_end=2989
-  _globals['_FORWARDSTREAMRESPONSE']._serialized_start=2991
-  _globals['_FORWARDSTREAMRESPONSE']._serialized_end=3108
-  _globals['_ENGINESERVICE']._serialized_start=3202
-  _globals['_ENGINESERVICE']._serialized_end=4010
+  _globals['_FORWARDMODE']._serialized_start=3169
+  _globals['_FORWARDMODE']._serialized_end=3258
+  _globals['_OPENSESSIONREQUEST']._serialized_start=228
+  _globals['_OPENSESSIONREQUEST']._serialized_end=441
+  _globals['_OPENSESSIONRESPONSE']._serialized_start=444
+  _globals['_OPENSESSIONRESPONSE']._serialized_end=647
+  _globals['_SESSIONOPENED']._serialized_start=650
+  _globals['_SESSIONOPENED']._serialized_end=857
+  _globals['_HEARTBEAT']._serialized_start=859
+  _globals['_HEARTBEAT']._serialized_end=870
+  _globals['_SERVERINFO']._serialized_start=873
+  _globals['_SERVERINFO']._serialized_end=1064
+  _globals['_JOINSESSIONREQUEST']._serialized_start=1066
+  _globals['_JOINSESSIONREQUEST']._serialized_end=1141
+  _globals['_JOINSESSIONRESPONSE']._serialized_start=1144
+  _globals['_JOINSESSIONRESPONSE']._serialized_end=1347
+  _globals['_CLOSESESSIONREQUEST']._serialized_start=1349
+  _globals['_CLOSESESSIONREQUEST']._serialized_end=1387
+  _globals['_CLOSESESSIONRESPONSE']._serialized_start=1389
+  _globals['_CLOSESESSIONRESPONSE']._serialized_end=1454
+  _globals['_HOLDADAPTERREQUEST']._serialized_start=1457
+  _globals['_HOLDADAPTERREQUEST']._serialized_end=1601
+  _globals['_HOLDADAPTERRESPONSE']._serialized_start=1603
+  _globals['_HOLDADAPTERRESPONSE']._serialized_end=1715
+  _globals['_RELEASEHOLDREQUEST']._serialized_start=1717
+  _globals['_RELEASEHOLDREQUEST']._serialized_end=1771
+  _globals['_RELEASEHOLDRESPONSE']._serialized_start=1773
+  _globals['_RELEASEHOLDRESPONSE']._serialized_end=1837
+  _globals['_MAPPINGENTRY']._serialized_start=1839
+  _globals['_MAPPINGENTRY']._serialized_end=1894
+  _globals['_SETMAPPINGREQUEST']._serialized_start=1897
+  _globals['_SETMAPPINGREQUEST']._serialized_end=2051
+  _globals['_RESOLVEDENTRY']._serialized_start=2053
+  _globals['_RESOLVEDENTRY']._serialized_end=2112
+  _globals['_SETMAPPINGRESPONSE']._serialized_start=2114
+  _globals['_SETMAPPINGRESPONSE']._serialized_end=2241
+  _globals['_RELEASEMAPPINGREQUEST']._serialized_start=2243
+  _globals['_RELEASEMAPPINGREQUEST']._serialized_end=2303
+  _globals['_RELEASEMAPPINGRESPONSE']._serialized_start=2305
+  _globals['_RELEASEMAPPINGRESPONSE']._serialized_end=2372
+  _globals['_FENCEREQUEST']._serialized_start=2374
+  _globals['_FENCEREQUEST']._serialized_end=2405
+  _globals['_FENCERESPONSE']._serialized_start=2407
+  _globals['_FENCERESPONSE']._serialized_end=2465
+  _globals['_FORWARDITEM']._serialized_start=2468
+  _globals['_FORWARDITEM']._serialized_end=2605
+  _globals['_FORWARDREQUEST']._serialized_start=2608
+  _globals['_FORWARDREQUEST']._serialized_end=2755
+  _globals['_FORWARDTIMING']._serialized_start=2757
+  _globals['_FORWARDTIMING']._serialized_end=2816
+  _globals['_FORWARDRESPONSE']._serialized_start=2819
+  _globals['_FORWARDRESPONSE']._serialized_end=2979
+  _globals['_FORWARDSTREAMREQUEST']._serialized_start=2981
+  _globals['_FORWARDSTREAMREQUEST']._serialized_end=3048
+  _globals['_FORWARDSTREAMRESPONSE']._serialized_start=3050
+  _globals['_FORWARDSTREAMRESPONSE']._serialized_end=3167
+  _globals['_ENGINESERVICE']._serialized_start=3261
+  _globals['_ENGINESERVICE']._serialized_end=4069
 # @@protoc_insertion_point(module_scope)

@@ -13,6 +13,7 @@ from slotcar.v1 import adapter_pb2 as _adapter_pb2
 from slotcar.v1 import error_pb2 as _error_pb2
 from slotcar.v1 import layout_pb2 as _layout_pb2
 from slotcar.v1 import model_pb2 as _model_pb2
+from slotcar.v1 import plane_pb2 as _plane_pb2
 from slotcar.v1 import tensor_pb2 as _tensor_pb2
 import builtins as _builtins
 import sys
@@ -226,6 +227,7 @@ class ServerInfo(_message.Message):
     SLOT_DTYPE_FIELD_NUMBER: _builtins.int
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
     MAX_RESPONSE_BYTES_FIELD_NUMBER: _builtins.int
+    PLANES_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """The server's version, such as "0.1.0"."""
     slots: _builtins.int
@@ -238,6 +240,10 @@ class ServerInfo(_message.Message):
     """Largest request, in bytes."""
     max_response_bytes: _builtins.int
     """Largest sum of the outputs of one Forward, in bytes."""
+    @_builtins.property
+    def planes(self) -> _containers.RepeatedScalarFieldContainer[_plane_pb2.Plane.ValueType]:
+        """The planes that it offers to this client; over TCP only PLANE_STREAM can be used."""
+
     def __init__(
         self,
         *,
@@ -247,10 +253,11 @@ class ServerInfo(_message.Message):
         slot_dtype: _tensor_pb2.Dtype.ValueType = ...,
         max_message_bytes: _builtins.int = ...,
         max_response_bytes: _builtins.int = ...,
+        planes: _abc.Iterable[_plane_pb2.Plane.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_message_bytes", b"max_message_bytes", "max_rank", b"max_rank", "max_response_bytes", b"max_response_bytes", "slot_dtype", b"slot_dtype", "slots", b"slots", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_message_bytes", b"max_message_bytes", "max_rank", b"max_rank", "max_response_bytes", b"max_response_bytes", "planes", b"planes", "slot_dtype", b"slot_dtype", "slots", b"slots", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

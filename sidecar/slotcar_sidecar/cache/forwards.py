@@ -32,9 +32,12 @@ class Forwards:
 
     async def fence(self, session_id: SessionId) -> None:
         """Returns when every Forward of the session that came before has ended, answered or not."""
-        running = tuple(self._state.sessions.get(session_id).running)
+        session, ended = self._state.sessions.get(session_id), asyncio.Event()
+        running = tuple(session.running)
         if running:
             await asyncio.wait(running)
+        self._state.marks.when_ended(session, ended.set)
+        await ended.wait()
 
     async def _observed(self, call: ForwardCall) -> Computed:
         state = self._state

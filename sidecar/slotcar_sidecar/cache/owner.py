@@ -10,6 +10,7 @@ from slotcar_sidecar.cache.holds import SessionHolds
 from slotcar_sidecar.cache.loads import Loads
 from slotcar_sidecar.cache.mappings import Mappings
 from slotcar_sidecar.cache.state import State
+from slotcar_sidecar.cache.threads import Tell, ThreadForwards
 from slotcar_sidecar.core.calls import (
     Capacity,
     Computed,
@@ -115,6 +116,7 @@ class AdapterCache:
         """Ends every stream, and every call that waits."""
         self._state.closing.set()
         self.shut_down()
+        self.device.close()
 
     # The model
 
@@ -272,6 +274,10 @@ class AdapterCache:
     async def fence(self, session_id: SessionId) -> None:
         """Returns when every Forward of the session that came before has ended, answered or not."""
         await self._forwards.fence(session_id)
+
+    def in_thread(self, tell: Tell) -> ThreadForwards:
+        """Forwards for a thread to compute by itself; `tell` runs what it is given soon, in the owner's thread."""
+        return ThreadForwards(self._state, self._mappings, tell)
 
     @property
     def forwards_in_flight(self) -> int:

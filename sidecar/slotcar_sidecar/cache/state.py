@@ -84,7 +84,8 @@ class State:
         return self.environment.clock()
 
     def publish(self) -> None:
-        """Tells everybody who waits for a change."""
+        """Tells everybody who reads slots elsewhere, or waits for a change."""
+        self.device.publish(self.layout)
         self._changed.set()
         self._changed = asyncio.Event()
         for listener in self.listeners:

@@ -125,7 +125,7 @@ class ForwardCall:
 class Computed:
     """One output per item, and what it was computed with. Times are in seconds."""
 
-    outputs: list[Matrix]
+    outputs: Sequence[Matrix]
     digests: tuple[str, ...]
     layout: Layout
     queue_seconds: float

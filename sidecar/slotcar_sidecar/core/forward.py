@@ -12,11 +12,15 @@ from slotcar_sidecar.core.tensor import ITEM_BYTES, Matrix
 
 @dataclass(frozen=True, slots=True)
 class ForwardItem:
-    """One site: its input x [rows, in_features] and, to add to, the base model's output [rows, out_features]."""
+    """One site: its input x [rows, in_features] and, to add to, the base model's output [rows, out_features].
+
+    `out` is where the result goes, if the caller has a place for it.
+    """
 
     site: str
     x: Matrix
     base: Matrix | None = None
+    out: Matrix | None = None
 
 
 def check_items(items: Sequence[ForwardItem], rows: int, model: ModelSpec) -> None:

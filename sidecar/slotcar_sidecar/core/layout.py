@@ -64,7 +64,10 @@ class Layout:
 
     def is_current(self, slots: Iterable[SlotId], generation: int) -> bool:
         """Whether no slot's bytes began to change after `generation`."""
-        return all(self.slots[slot].mod_generation <= generation for slot in slots)
+        for slot in slots:  # noqa: SIM110 - runs twice in each Forward, and `all` takes twice the time
+            if self.slots[slot].mod_generation > generation:
+                return False
+        return True
 
     def begin_fill(self, slot: SlotId, digest: Digest) -> Layout:
         return self._changed(slot, set(SlotState) - {SlotState.FILLING}, SlotState.FILLING, digest, writes=True)

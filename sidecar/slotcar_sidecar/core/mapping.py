@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from slotcar_sidecar.core.errors import LayoutStale, ShapeMismatch
 from slotcar_sidecar.core.ids import AdapterRef, Digest, Epoch, SlotId
@@ -27,10 +27,10 @@ class Mapping:
     entries: tuple[Entry | None, ...]
     epoch: Epoch
     generation: int
+    slots: frozenset[SlotId] = field(init=False)
 
-    @property
-    def slots(self) -> frozenset[SlotId]:
-        return frozenset(entry.slot for entry in self.entries if entry is not None)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "slots", frozenset(entry.slot for entry in self.entries if entry is not None))
 
     @property
     def refs(self) -> tuple[AdapterRef | None, ...]:
@@ -54,6 +54,8 @@ class Mapping:
 
     def check_current(self, layout: Layout) -> None:
         """Raises LayoutStale, listing the entries at fault, unless the mapping may be computed at `layout`."""
+        if layout.epoch == self.epoch and layout.is_current(self.slots, self.generation):
+            return
         stale = [
             entry
             for entry in self.entries

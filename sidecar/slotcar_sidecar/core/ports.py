@@ -11,7 +11,9 @@ from slotcar_sidecar.core.adapter import Adapter
 from slotcar_sidecar.core.errors import CapacityExceeded, RequestInvalid
 from slotcar_sidecar.core.forward import ForwardItem
 from slotcar_sidecar.core.ids import Digest, SlotId
+from slotcar_sidecar.core.layout import Layout
 from slotcar_sidecar.core.model import ModelSpec
+from slotcar_sidecar.core.tally import ForwardTally
 from slotcar_sidecar.core.tensor import Matrix
 
 
@@ -113,6 +115,12 @@ class Observer(Protocol):
     def forward(self, plane: str, rows: int, seconds: float, reason: str) -> None:
         """A Forward ended; `reason` is "OK" or a row of the error table."""
 
+    def begin_tally(self, plane: str) -> ForwardTally:
+        """Counts for another thread to write, which are part of the plane's from now on."""
+
+    def end_tally(self, plane: str, tally: ForwardTally) -> None:
+        """The thread counts no more."""
+
 
 class Batch(Protocol):
     """A prepared Forward: index arrays and tensors, ready to launch."""
@@ -143,8 +151,14 @@ class Device(Protocol):
     def prepare(self, entries: Sequence[tuple[SlotId | None, int]], items: Sequence[ForwardItem]) -> Batch:
         """Index work for rows grouped into (slot or None for the base model, number of rows)."""
 
-    def execute(self, batch: Batch) -> list[Matrix]:
-        """Computes one [rows, out_features] matrix per item. Blocks; runs in the compute pool."""
+    def execute(self, batch: Batch) -> Sequence[Matrix]:
+        """Computes one [rows, out_features] matrix per item, where the item says or in memory of the batch. Blocks."""
+
+    def publish(self, layout: Layout) -> None:
+        """Tells readers in other processes which slots begin to change, before the caller lets anything write there."""
+
+    def close(self) -> None:
+        """Tells readers in other processes that nobody looks after the slots any more. Idempotent."""
 
     def matches(self, slot: SlotId, weights: HostAdapter) -> bool:
         """Whether the slot's bytes are the adapter's, and zero where it has none (invariant I1)."""

@@ -7,54 +7,48 @@ the padded rank; a prepared batch keeps the ranks and scales that it was prepare
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from slotcar.shm.slots import EPOCH_BYTES, SlotsGeometry
 from slotcar_kernels import native
-from slotcar_kernels.buffers import DTYPES, buffer_from_tensor, tensor_from_buffer
-from slotcar_kernels.cpu import lora_forward
+from slotcar_kernels.buffers import DTYPE_NAMES, DTYPES, tensor_from_buffer
+from slotcar_kernels.cpu import prepare
 from slotcar_kernels.native import backend as kernel_backend
 from slotcar_kernels.plan import Plan, plan_rows
 from slotcar_kernels.sites import SiteSlots
 from torch import Tensor
 
 from slotcar_sidecar.core.adapter import SiteLora
-from slotcar_sidecar.core.errors import CapacityExceeded
 from slotcar_sidecar.core.forward import ForwardItem
 from slotcar_sidecar.core.ids import SlotId
+from slotcar_sidecar.core.layout import Layout
 from slotcar_sidecar.core.model import ModelSpec
 from slotcar_sidecar.core.ports import Batch, HostAdapter
 from slotcar_sidecar.core.tensor import Matrix
+from slotcar_sidecar.device.slots_file import SlotsFile
 from slotcar_sidecar.device.weights import check_range, host_tensors, padded_rank
 
-__all__ = ["CpuBatch", "CpuDevice", "SharedInput", "kernel_backend"]
+__all__ = ["CpuBatch", "CpuDevice", "kernel_backend"]
 
-_SLOT_STEP = 32  # elements between slots are a multiple of it, so that BLAS sums alike in each slot
 _BITS = {4: torch.int32, 2: torch.int16}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SharedInput:
-    """The items of a batch, by their indices, that have one input x."""
-
-    x: Tensor
-    indices: tuple[int, ...]
-    sites: tuple[SiteSlots, ...]
-    bases: tuple[Tensor | None, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class CpuBatch:
-    """A prepared Forward: it reads the bytes of its items, and the slots, when it is executed."""
+    """A prepared Forward: each execution reads the bytes of its items, and the slots, as they are then.
+
+    `calls` has one call of the kernel for each input; `outputs` one matrix per item, which an execution writes.
+    """
 
     plan: Plan
-    inputs: tuple[SharedInput, ...]
-    items: int
+    calls: tuple[Callable[[], None], ...]
+    outputs: tuple[Matrix, ...]
 
 
 class CpuDevice:
-    """S slots; each has, per site, A [max_rank, in] and Bᵀ [max_rank, out] of `slot_dtype`.
+    """S slots; each has, per site, A [max_rank, in] and Bᵀ [max_rank, out] of `slot_dtype`, in the epoch's slots file.
 
     With `poison`, whatever no fill has written is NaN, so that reading the wrong place shows.
     """
@@ -62,12 +56,21 @@ class CpuDevice:
     kernel = native.best_isa() or "torch"
     """The instructions that the kernel uses, or "torch" when it runs without its library."""
 
-    def __init__(self, slots: int, max_rank: int, slot_dtype: str = "float32", poison: bool = False) -> None:
+    def __init__(
+        self,
+        slots: int,
+        max_rank: int,
+        slot_dtype: str = "float32",
+        poison: bool = False,
+        epoch: str = "0" * EPOCH_BYTES,
+    ) -> None:
         self.slots = slots
         self.max_rank = max_rank
         self.slot_dtype = slot_dtype
         self._dtype = DTYPES[slot_dtype]
         self._poison = poison
+        self._epoch = epoch
+        self._file: SlotsFile | None = None
         self._model: ModelSpec | None = None
         self._a: dict[str, Tensor] = {}
         self._b: dict[str, Tensor] = {}
@@ -75,19 +78,37 @@ class CpuDevice:
         self._parts: list[Mapping[str, SiteLora]] = [{} for _ in range(slots)]
 
     def shape(self, model: ModelSpec) -> None:
-        """Allocates the slots for `model`; without poison, memory is touched only when a slot is filled."""
+        """Makes the slots for `model`; without poison, memory is touched only when a slot is filled."""
         assert self._model is None, "a device is shaped once"
-        try:
-            a = {site.name: self._empty_slots(site.in_features) for site in model.sites}
-            b = {site.name: self._empty_slots(site.out_features) for site in model.sites}
-        except (MemoryError, RuntimeError) as error:
-            raise CapacityExceeded(f"this machine has no memory for {self.slots} slots of this model") from error
-        self._a, self._b, self._model = a, b, model
+        features = [(site.in_features, site.out_features) for site in model.sites]
+        geometry = SlotsGeometry(self.slots, self.max_rank, self.slot_dtype, features)
+        file = SlotsFile(geometry, self._epoch)
+        weights = torch.frombuffer(file.memory, dtype=self._dtype, offset=geometry.weights_offset)
+        if self._poison:
+            weights.fill_(math.nan)
+        for index, site in enumerate(model.sites):
+            self._a[site.name] = self._slots_at(weights, geometry, geometry.a_offsets[index], site.in_features)
+            self._b[site.name] = self._slots_at(weights, geometry, geometry.b_offsets[index], site.out_features)
+        self._file, self._model = file, model
+
+    @property
+    def file(self) -> SlotsFile | None:
+        """What clients of the direct plane map; None before `shape`."""
+        return self._file
 
     def slot_bytes(self) -> int:
         """Size of one slot over all sites, in bytes; 0 before `shape`."""
-        columns = sum(slots.shape[2] for slots in (*self._a.values(), *self._b.values()))
-        return self.max_rank * columns * self._dtype.itemsize
+        return self._model.slot_bytes(self.max_rank, self._dtype.itemsize) if self._model is not None else 0
+
+    def publish(self, layout: Layout) -> None:
+        """Tells readers in other processes which slots begin to change."""
+        if self._file is not None:
+            self._file.publish(layout)
+
+    def close(self) -> None:
+        """Tells readers in other processes that nobody looks after the slots any more. Idempotent."""
+        if self._file is not None:
+            self._file.close()
 
     def check(self, weights: HostAdapter) -> None:
         """Raises AdapterInvalid unless the adapter fits the model, and its values fit the slot dtype."""
@@ -106,7 +127,11 @@ class CpuDevice:
         host = host_tensors(weights)
         parts = {part.site: part for part in host.adapter.parts}
         padded = padded_rank(host.adapter, self.max_rank)
+        assert self._file is not None
         self._parts[slot] = {}
+        self._file.write_parts(
+            slot, [(parts[site].rank, parts[site].scale) if site in parts else (0, 0.0) for site in self._a]
+        )
         for site in self._a:
             rank = parts[site].rank if site in parts else 0
             for rows in (self._a[site][slot], self._b[site][slot]):
@@ -121,31 +146,29 @@ class CpuDevice:
     def prepare(self, entries: Sequence[tuple[SlotId | None, int]], items: Sequence[ForwardItem]) -> CpuBatch:
         """Groups the rows by slot and the items by their x, and captures ranks and scales as they are now."""
         plan = plan_rows(entries)
+        outs = [self._out(item, plan.rows) for item in items]
         by_input: dict[int, list[int]] = {}
         for index, item in enumerate(items):
             by_input.setdefault(id(item.x), []).append(index)
-        inputs = [
-            SharedInput(
-                x=_tensor(items[indices[0]].x),
-                indices=tuple(indices),
-                sites=tuple([self._site_slots(items[index].site, plan) for index in indices]),
-                bases=tuple([_tensor_or_none(items[index].base) for index in indices]),
+        calls = [
+            prepare(
+                plan,
+                _tensor(items[indices[0]].x),
+                [self._site_slots(items[index].site, plan) for index in indices],
+                [outs[index] for index in indices],
+                [_tensor_or_none(items[index].base) for index in indices],
             )
             for indices in by_input.values()
         ]
-        return CpuBatch(plan, tuple(inputs), len(items))
+        outputs = [item.out or _matrix(out) for item, out in zip(items, outs, strict=True)]
+        return CpuBatch(plan, tuple(calls), tuple(outputs))
 
-    def execute(self, batch: Batch) -> list[Matrix]:
+    def execute(self, batch: Batch) -> tuple[Matrix, ...]:
         """Computes one [rows, out_features] matrix per item, in the dtype of its x: base + delta, or the delta."""
         assert isinstance(batch, CpuBatch)
-        results: dict[int, Matrix] = {}
-        for shared in batch.inputs:
-            outs = [torch.empty(batch.plan.rows, site.out_features, dtype=shared.x.dtype) for site in shared.sites]
-            lora_forward(batch.plan, shared.x, shared.sites, outs, shared.bases)
-            for index, out in zip(shared.indices, outs, strict=True):
-                dtype, rows, columns, data = buffer_from_tensor(out)
-                results[index] = Matrix(dtype, rows, columns, columns, data)
-        return [results[index] for index in range(batch.items)]
+        for call in batch.calls:
+            call()
+        return batch.outputs
 
     def matches(self, slot: SlotId, weights: HostAdapter) -> bool:
         """Whether the slot is, bit for bit, what a fill with `weights` writes (invariant I1)."""
@@ -158,13 +181,17 @@ class CpuDevice:
             for site in slots
         )
 
-    def _empty_slots(self, features: int) -> Tensor:
-        """[S, R, features], each slot contiguous."""
-        stride = -(-self.max_rank * features // _SLOT_STEP) * _SLOT_STEP
-        flat = torch.empty(self.slots * stride, dtype=self._dtype)
-        if self._poison:
-            flat.fill_(math.nan)
-        return flat.as_strided((self.slots, self.max_rank, features), (stride, features, 1))
+    def _slots_at(self, weights: Tensor, geometry: SlotsGeometry, offset: int, features: int) -> Tensor:
+        """[S, R, features] of one site: the same place in each slot."""
+        size = self._dtype.itemsize
+        shape = (self.slots, self.max_rank, features)
+        return weights.as_strided(shape, (geometry.slot_bytes // size, features, 1), offset // size)
+
+    def _out(self, item: ForwardItem, rows: int) -> Tensor:
+        """Where the item's result goes: where it says, or memory of its own."""
+        if item.out is not None:
+            return _tensor(item.out)
+        return torch.empty(rows, self._b[item.site].shape[2], dtype=DTYPES[item.x.dtype])
 
     def _site_slots(self, site: str, plan: Plan) -> SiteSlots:
         ranks, scales = [0] * self.slots, [0.0] * self.slots
@@ -177,6 +204,12 @@ class CpuDevice:
 
 def _tensor(matrix: Matrix) -> Tensor:
     return tensor_from_buffer(matrix.dtype, matrix.rows, matrix.columns, matrix.row_stride, matrix.data)
+
+
+def _matrix(tensor: Tensor) -> Matrix:
+    """The tensor's own memory, as a matrix."""
+    rows, columns = tensor.shape
+    return Matrix(DTYPE_NAMES[tensor.dtype], rows, columns, columns, tensor.view(torch.uint8).flatten().numpy().data)
 
 
 def _tensor_or_none(matrix: Matrix | None) -> Tensor | None:

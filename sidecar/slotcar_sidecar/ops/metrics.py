@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 import prometheus_client
-from prometheus_client.core import CollectorRegistry, GaugeMetricFamily
+from prometheus_client.core import (
+    CollectorRegistry,
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from slotcar_sidecar.core.calls import Capacity
 from slotcar_sidecar.core.events import Event, EventKind
 from slotcar_sidecar.core.layout import Layout, SlotState
+from slotcar_sidecar.core.tally import BOUNDS_SECONDS, ForwardTally
 
-_FORWARD_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 _LOAD_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
@@ -42,17 +49,8 @@ class Metrics:
         self._events = prometheus_client.Counter(
             "slotcar_events", "Things that happened to adapters, slots and sessions.", ["kind"], registry=registry
         )
-        self._forwards = prometheus_client.Counter(
-            "slotcar_forwards", "Forwards that ended, by data plane and by OK or error reason.", ["plane", "reason"],
-            registry=registry,
-        )  # fmt: skip
-        self._rows = prometheus_client.Counter(
-            "slotcar_forward_rows", "Rows of Forwards that were computed.", ["plane"], registry=registry
-        )
-        self._forward_seconds = prometheus_client.Histogram(
-            "slotcar_forward_seconds", "Time of a Forward in the server.", ["plane"],
-            buckets=_FORWARD_BUCKETS, registry=registry,
-        )  # fmt: skip
+        self._forwards = _Forwards()
+        registry.register(self._forwards)
         self._load_seconds = prometheus_client.Histogram(
             "slotcar_load_stage_seconds", "Time of a load by stage: read, wait for readers of the slot, fill.",
             ["stage"], buckets=_LOAD_BUCKETS, registry=registry,
@@ -86,10 +84,55 @@ class Metrics:
         self._host_lookups.labels("hit" if hit else "miss").inc()
 
     def forward(self, plane: str, rows: int, seconds: float, reason: str) -> None:
-        self._forwards.labels(plane, reason).inc()
-        self._forward_seconds.labels(plane).observe(seconds)
-        if reason == "OK":
-            self._rows.labels(plane).inc(rows)
+        self._forwards.of(plane).add(rows, seconds, reason)
+
+    def begin_tally(self, plane: str) -> ForwardTally:
+        return self._forwards.begin(plane)
+
+    def end_tally(self, plane: str, tally: ForwardTally) -> None:
+        self._forwards.end(plane, tally)
+
+
+class _Forwards(Collector):
+    """Forwards by plane: what the owner counted or took over, and what threads are counting."""
+
+    def __init__(self) -> None:
+        self._own: dict[str, ForwardTally] = {}
+        self._begun: dict[ForwardTally, str] = {}
+
+    def of(self, plane: str) -> ForwardTally:
+        """The owner's own counts."""
+        return self._own.get(plane) or self._own.setdefault(plane, ForwardTally())
+
+    def begin(self, plane: str) -> ForwardTally:
+        self.of(plane)
+        tally = ForwardTally()
+        self._begun[tally] = plane
+        return tally
+
+    def end(self, plane: str, tally: ForwardTally) -> None:
+        if self._begun.pop(tally, None):
+            self.of(plane).include(tally)
+
+    def collect(self) -> Iterator[Metric]:
+        ended = CounterMetricFamily(
+            "slotcar_forwards", "Forwards that ended, by data plane and by OK or error reason.",
+            labels=["plane", "reason"],
+        )  # fmt: skip
+        rows = CounterMetricFamily("slotcar_forward_rows", "Rows of Forwards that were computed.", labels=["plane"])
+        seconds = HistogramMetricFamily(
+            "slotcar_forward_seconds", "Time of a Forward in the server.", labels=["plane"]
+        )  # fmt: skip
+        for plane, own in tuple(self._own.items()):
+            total = ForwardTally()
+            for tally in (own, *(tally for tally, name in tuple(self._begun.items()) if name == plane)):
+                total.include(tally)
+            for reason, count in total.reasons.items():
+                ended.add_metric([plane, reason], count)
+            rows.add_metric([plane], total.rows)
+            bounds = (*map(str, BOUNDS_SECONDS), "+Inf")
+            seconds.add_metric([plane], list(zip(bounds, accumulate(total.buckets), strict=True)), total.seconds)
+        yield from (ended, rows, seconds)
 
 
 class _Gauges(Collector):

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from slotcar.v1 import adapter_pb2, layout_pb2
 from slotcar.v1 import engine_service_pb2 as pb
+from slotcar_client import torch_tensors
 from slotcar_client.effects import Call, Effect, Forward, Open, Plan, Stale, Wait, run
 from slotcar_client.errors import AdapterNotFound, SlotcarError, Unavailable
 from slotcar_client.options import SessionOptions
@@ -63,7 +64,10 @@ class Face:
                 if self.state.options.on_stale is not None:
                     self.state.options.on_stale(effect.mapping, effect.error)
                 return None
-            case Call() | Forward() | Open():
+            case Forward():
+                outgoing = torch_tensors.to_request(effect)
+                return torch_tensors.to_outputs(effect, outgoing, self._answer(outgoing.request))
+            case Call() | Open():
                 return self._answer(effect.request)
 
     def _answer(self, message: Any) -> Any:
