@@ -64,16 +64,19 @@ class MappingWish:
 
 
 def mapping_request(session: str, wish: MappingWish) -> engine_service_pb2.SetMappingRequest:
-    entries = (
+    places: dict[Target, int] = {}
+    indices = [places.setdefault(target, len(places)) for target in wish.entries.targets]
+    targets = (
         engine_service_pb2.MappingEntry(base=True)
         if target is BASE
         else engine_service_pb2.MappingEntry(ref=str(target))
-        for target in wish.entries.targets
+        for target in places
     )
     return engine_service_pb2.SetMappingRequest(
         session=session,
         mapping_id=wish.mapping_id,
-        entries=entries,
+        targets=targets,
+        indices=indices,
         load=wish.load,
         wait=convert.duration(wish.wait_seconds) if wish.wait_seconds else None,
     )
@@ -125,33 +128,36 @@ def read_load_hold(ref: str, response: adapter_service_pb2.LoadAdapterResponse) 
 
 
 def read_mapping(mapping_id: int, entries: Entries, response: engine_service_pb2.SetMappingResponse) -> Mapping:
-    """The mapping that was set. Raises AuditFailed when the answer is not one for `entries`."""
-    found = [entry.digest for entry in response.entries]
-    if len(found) != len(entries.targets):
+    """The mapping that was set. Raises AuditFailed when the answer is not one for the targets of `entries`."""
+    targets = tuple(dict.fromkeys(entries.targets))
+    if len(response.entries) != len(targets):
         raise AuditFailed(
-            f"SetMapping answered {len(found)} entries for {len(entries.targets)}",
-            found=len(found),
-            wanted=len(entries.targets),
+            f"SetMapping answered {len(response.entries)} entries for {len(targets)}",
+            found=len(response.entries),
+            wanted=len(targets),
         )
-    resolved: list[Target] = []
+    resolved: dict[Target, Target] = {BASE: BASE}
+    slots: dict[Target, int | None] = {BASE: None}
     digests: dict[str, str] = {}
-    for index, (target, digest) in enumerate(zip(entries.targets, found, strict=True)):
+    for index, (target, entry) in enumerate(zip(targets, response.entries, strict=True)):
         if not isinstance(target, str):
-            _audit(f"entries[{index}]", digest, "")
-            resolved.append(BASE)
+            _audit(f"entries[{index}]", entry.digest, "")
             continue
         name, _, wanted = target.partition("@")
+        digest = digests[target] = entry.digest
         _audit(f"entries[{index}]", digest, wanted or digest or "a digest")
-        resolved.append(f"{name}@{digest}")
-        digests[target] = digest
+        resolved[target] = f"{name}@{digest}"
+        slots[target] = entry.slot if entry.HasField("slot") else None
     version = LayoutVersion(response.layout.epoch, response.generation)
-    return Mapping(mapping_id, version, tuple(resolved), MappingProxyType(digests), entries.row_counts)
+    all_resolved = tuple(map(resolved.__getitem__, entries.targets))
+    all_slots = tuple(map(slots.__getitem__, entries.targets))
+    return Mapping(mapping_id, version, all_resolved, MappingProxyType(digests), entries.row_counts, all_slots)
 
 
 def remapped(old: Mapping, response: engine_service_pb2.SetMappingResponse) -> Mapping:
     """The mapping `old`, set again by its digests. Raises AuditFailed when the answer has any other digest."""
     again = read_mapping(old.mapping_id, Entries(old.entries, old.row_counts), response)
-    return replace(old, version=again.version)
+    return replace(old, version=again.version, slots=again.slots)
 
 
 def check_forward(

@@ -2,7 +2,8 @@
 
 SLOTCAR_CONFORMANCE_TARGET is the address of a running server with at least two slots, and SLOTCAR_CONFORMANCE_ROOT a
 folder beneath one of its roots that this suite may write to; no other client may use that server meanwhile, so run with
-`-n 0`. SLOTCAR_CONFORMANCE_METRICS, the URL of its metrics, lets the suite compare the gauges too. Tests about
+`-n 0`. SLOTCAR_CONFORMANCE_METRICS, the URL of its metrics, lets the suite compare the gauges too. Forwards travel over
+each plane in turn; ring and direct need a unix socket. Tests about
 settings, start and end of a server start their own in any case.
 """
 
@@ -16,24 +17,27 @@ from pathlib import Path
 import pytest
 
 from tests.conformance.target import Target, start
+from tests.planes.stub import PLANES
 
 CRAMPED_BYTES = 10_000
 
 
-@pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    """The server under test; its model is known."""
-    environment = os.environ
+@pytest.fixture(scope="session", params=PLANES)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+    """The server under test; its model is known. Its engine's Forwards travel over the plane."""
+    environment, plane = os.environ, request.param
     address = environment.get("SLOTCAR_CONFORMANCE_TARGET")
     if address is not None:
         root, metrics = environment["SLOTCAR_CONFORMANCE_ROOT"], environment.get("SLOTCAR_CONFORMANCE_METRICS")
-        target = Target(address, Path(root), metrics).learn()
+        if plane in ("ring", "direct") and not address.startswith("unix:"):
+            pytest.skip(f"{plane} needs a unix socket")
+        target = Target(address, Path(root), metrics, plane=plane).learn()
         yield target
         target.unload_all()
         target.close()
         return
     with ExitStack() as stack:
-        yield start(stack, *folders(tmp_path_factory)).learn()
+        yield start(stack, *folders(tmp_path_factory), plane=plane).learn()
 
 
 @pytest.fixture

@@ -18,6 +18,8 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 from slotcar.v1 import error_pb2
 
+from tests.planes.errors import PlaneError
+
 DOMAIN = "slotcar"
 # What gRPC's clients, with their own settings, are sure to accept of all trailers together.
 MAX_TRAILER_BYTES = 8192
@@ -68,6 +70,8 @@ def refused(call: Callable[..., Any], *arguments: Any, **keywords: Any) -> Refus
 
 def read(error: grpc.RpcError) -> Refusal:
     """The refusal that a stub raised, checked."""
+    if isinstance(error, PlaneError):
+        return read_value(error.value)
     status = rpc_status.from_call(error)
     assert status is not None, f"no details: {error}"
     trailers = [*error.trailing_metadata(), ("grpc-message", error.details())]
@@ -100,7 +104,11 @@ def read_value(error: error_pb2.Error) -> Refusal:
     reason = error_pb2.ErrorReason.Name(error.reason).removeprefix("ERROR_REASON_")
     delay = error.retry_after.ToNanoseconds() / 1e9 if error.HasField("retry_after") else None
     assert delay is None or (reason == "SLOTS_EXHAUSTED" and delay > 0)
-    refusal = Refusal(reason, error.message, dict(error.metadata), retry_seconds=delay)
+    facts = dict(error.metadata)
+    fields = (facts["field"],) if "field" in facts else ()
+    subject = facts.get("tensor") or facts.get("file") or facts.get("adapters") or facts.get("field", "")
+    subjects = (subject,) if CODES[reason] is grpc.StatusCode.FAILED_PRECONDITION else ()
+    refusal = Refusal(reason, error.message, facts, fields, subjects, delay)
     code = next(code for code in grpc.StatusCode if code.value[0] == error.code)
     _check(refusal, code)
     return refusal

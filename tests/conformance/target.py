@@ -25,12 +25,12 @@ from slotcar.v1 import (
     adapter_service_pb2,
     adapter_service_pb2_grpc,
     engine_service_pb2,
-    engine_service_pb2_grpc,
     layout_pb2,
     model_pb2,
 )
 
 from tests.adapters import CONFIG_FILE, MINIMAL_CONFIG, WEIGHTS_FILE, raw_tensors, write_raw_adapter
+from tests.planes.stub import PlaneStub, engine_stub
 from tests.server import SidecarProcess
 
 PATIENCE_SECONDS = 30.0
@@ -81,11 +81,12 @@ class Target:
     model: model_pb2.ModelSpec = field(default_factory=model_pb2.ModelSpec)
     server: engine_service_pb2.ServerInfo = field(default_factory=engine_service_pb2.ServerInfo)
     process: SidecarProcess | None = None
+    plane: str = "unary"
 
     def __post_init__(self) -> None:
         self.channel = open_channel(self.address)
         self.adapters = adapter_service_pb2_grpc.AdapterServiceStub(self.channel)
-        self.engine = engine_service_pb2_grpc.EngineServiceStub(self.channel)
+        self.engine = engine_stub(self.channel, self.address, self.plane)
         self.health = health_pb2_grpc.HealthStub(self.channel)
         self.root = self.root / f"conformance-{uuid.uuid4().hex[:8]}"
         self.root.mkdir()
@@ -100,6 +101,8 @@ class Target:
         return self
 
     def close(self) -> None:
+        if isinstance(self.engine, PlaneStub):
+            self.engine.close()
         self.channel.close()
 
     # Adapters
@@ -319,13 +322,15 @@ class Streamed:
             yield request
 
 
-def start(stack: ExitStack, folder: Path, root: Path, extra: tuple[str, ...] = (), **settings: Any) -> Target:
+def start(
+    stack: ExitStack, folder: Path, root: Path, extra: tuple[str, ...] = (), plane: str = "unary", **settings: Any
+) -> Target:
     """A new server without a model, which ends with `stack`."""
     extra = ("--metrics", "127.0.0.1:0", *extra)
     sidecar = stack.enter_context(SidecarProcess(folder, root, extra=extra, **settings))
     match = re.search(r"at=(http://\S+/metrics)", sidecar.log)
     assert match is not None, sidecar.log
-    target = Target(sidecar.target, root, match[1], process=sidecar)
+    target = Target(sidecar.target, root, match[1], process=sidecar, plane=plane)
     stack.callback(target.close)
     return target
 

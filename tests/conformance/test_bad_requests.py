@@ -13,6 +13,7 @@ from slotcar.v1 import adapter_service_pb2 as adapters
 from slotcar.v1 import engine_service_pb2 as engine
 from slotcar.v1 import model_pb2
 
+from tests.conformance.items import forward, item
 from tests.conformance.refusals import Refusal, has_field, read_value, refused
 from tests.conformance.target import ABSENT_DIGEST, PATIENCE_SECONDS, Session, Target, entry
 
@@ -150,6 +151,41 @@ SESSION_REQUESTS = [
     engine.ReleaseMappingRequest(mapping_id=1),
     engine.ForwardRequest(mapping_id=1, generation=1, row_counts=[1]),
 ]
+
+
+def test_entries_may_be_said_in_short(opened: Open) -> None:
+    """Each target once and an index per entry: the same mapping, with an answer for each target."""
+    session, digest = opened.session, opened.target.load("sql").adapter.digest
+    short = engine.SetMappingRequest(
+        session=session.id, mapping_id=3, targets=[entry("sql"), entry(None)], indices=[0, 1, 0, 0]
+    )
+    answer = opened.target.engine.SetMapping(short, timeout=PATIENCE_SECONDS)
+    assert [found.digest for found in answer.entries] == [digest, ""]
+    request = forward(session, answer.generation, [1, 0, 2, 1], item(opened.target, 4), mapping_id=3)
+    computed = opened.target.engine.Forward(request, timeout=PATIENCE_SECONDS)
+    assert list(computed.digests) == [digest, "", digest, digest]
+    session.release_mapping(3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"targets": [entry("sql")], "indices": [0], "entries": [entry("sql")]}, "entries"),
+        ({"targets": [entry("sql")]}, "indices"),
+        ({"indices": [0]}, "indices"),
+        ({"targets": [entry("sql")], "indices": [0, 1]}, "indices"),
+        ({"targets": [entry("sql")], "indices": [2**32 - 1]}, "indices"),
+        ({"targets": [entry("sql"), entry(None)], "indices": [1]}, "indices"),
+        ({"targets": [entry("sql"), entry("sql")], "indices": [0, 1]}, "targets"),
+        ({"targets": [entry("sql"), engine.MappingEntry()], "indices": [0, 1]}, "targets[1]"),
+        ({"targets": [entry("a/../b")], "indices": [0]}, "targets[0].ref"),
+        ({"targets": [entry("sql")], "indices": [0] * 100_000}, "indices"),
+    ],
+)
+def test_what_is_said_in_short_must_add_up(opened: Open, fields: dict[str, Any], field: str) -> None:
+    request = engine.SetMappingRequest(session=opened.session.id, mapping_id=1, **fields)
+    refusal = call(opened.target, request)
+    assert (refusal.reason, refusal.fields) == ("REQUEST_INVALID", (field,))
 
 
 @pytest.mark.parametrize("guess", ["", "0" * 32, "'; --", "x" * 1000])

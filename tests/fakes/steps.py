@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 from slotcar_sidecar.core.calls import Computed, ForwardCall, LoadCall, MappingCall
+from slotcar_sidecar.core.folded import Folded
 from slotcar_sidecar.core.forward import ForwardItem
 from slotcar_sidecar.core.holds import Hold, HoldTerms
 from slotcar_sidecar.core.ids import AdapterRef, SessionId, SlotId
@@ -62,7 +63,8 @@ def map_names(bench: Bench, session: SessionId, *names: str | None, mapping_id: 
 
 
 def mapping_call(session: SessionId, *names: str | None, mapping_id: int = 0, **options: Any) -> MappingCall:
-    return MappingCall(session, mapping_id, tuple(ref(name) if name else None for name in names), **options)
+    refs = Folded.of(ref(name) if name else None for name in names)
+    return MappingCall(session, mapping_id, refs, **options)
 
 
 def start_map(bench: Bench, session: SessionId, *names: str | None, **options: Any) -> asyncio.Task[Mapping]:

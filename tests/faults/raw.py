@@ -10,8 +10,11 @@ import grpc
 import numpy as np
 from google.protobuf import duration_pb2
 from google.rpc import error_details_pb2, status_pb2
-from slotcar.v1 import adapter_service_pb2_grpc, engine_service_pb2_grpc, tensor_pb2
+from slotcar.v1 import adapter_service_pb2_grpc, error_pb2, tensor_pb2
 from slotcar.v1 import engine_service_pb2 as pb
+
+from tests.planes.errors import PlaneError
+from tests.planes.stub import PlaneStub, engine_stub
 
 CALL_SECONDS = 30.0
 
@@ -25,6 +28,9 @@ class Refusal(NamedTuple):
 
 
 def refusal(error: grpc.RpcError) -> Refusal:
+    if isinstance(error, PlaneError):
+        reason = error_pb2.ErrorReason.Name(error.value.reason).removeprefix("ERROR_REASON_")
+        return Refusal(error.code(), reason, dict(error.value.metadata))
     assert isinstance(error, grpc.Call)
     for key, value in error.trailing_metadata() or ():
         if key == "grpc-status-details-bin":
@@ -58,16 +64,16 @@ def array(ref: tensor_pb2.TensorRef) -> np.ndarray:
 
 
 class RawEngine:
-    """A channel of its own and, after `open`, one session."""
+    """A channel of its own and, after `open`, one session, whose Forwards travel over `plane`."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, plane: str = "unary") -> None:
         # Channels of one process to one target share a connection by default.
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
         # A server that is back is found at once.
         options += [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 500)]
         address = target.replace("unix://", "unix:").removeprefix("tcp://")
         self.channel = grpc.insecure_channel(address, options=options)
-        self.engine = engine_service_pb2_grpc.EngineServiceStub(self.channel)
+        self.engine = engine_stub(self.channel, target, plane)
         self.adapters = adapter_service_pb2_grpc.AdapterServiceStub(self.channel)
         self.session = ""
         self.epoch = ""
@@ -123,6 +129,8 @@ class RawEngine:
     def close(self) -> None:
         if self.stream is not None:
             self.stream.cancel()
+        if isinstance(self.engine, PlaneStub):
+            self.engine.close()
         self.channel.close()
 
     def __enter__(self) -> Self:

@@ -25,6 +25,7 @@ from slotcar_client import Client, Hold, Session, SlotcarError, SlotsExhausted
 from tests.faults.oracle import Library, spec_file
 from tests.faults.raw import CALL_SECONDS, RawEngine, array, refusal
 from tests.faults.waiting import eventually
+from tests.planes.stub import PLANES
 from tests.server import SidecarProcess
 
 SLOTS = 3
@@ -49,6 +50,7 @@ class Actor:
     target: str
     library: Library
     over: threading.Event
+    plane: str
     rows: int = 0
     steps: list[tuple[object, ...]] = field(default_factory=list)
     reasons: Counter[str] = field(default_factory=Counter)
@@ -117,10 +119,12 @@ class Tenant(Actor):
         name, reserved = f"tenant {self.number}", int(self.random.random() < 0.2)
         self.note("open", reserved)
         try:
-            self.session: Session = self.client.session(name, grace_seconds=0.2, reserved_slots=reserved)
+            self.session: Session = self.client.session(
+                name, grace_seconds=0.2, reserved_slots=reserved, transport=self.plane
+            )
         except SlotsExhausted as error:
             self.refused(error.reason, OPERATORS)
-            self.session = self.client.session(name, grace_seconds=0.2)
+            self.session = self.client.session(name, grace_seconds=0.2, transport=self.plane)
         self.holds: dict[int, Hold] = {}
 
     def close(self) -> None:
@@ -241,7 +245,7 @@ class Rude(Actor):
     """
 
     def act(self) -> None:
-        with RawEngine(self.target) as engine:
+        with RawEngine(self.target, self.plane) as engine:
             engine.open(grace_seconds=0.2)
             known: list[tuple[int, int, tuple[str, ...]]] = []
             while not self.over.is_set():
@@ -301,17 +305,19 @@ def sidecar(tmp_path_factory: pytest.TempPathFactory, library: Library) -> Itera
         yield sidecar
 
 
-def test_no_row_of_any_history_is_wrong(sidecar: SidecarProcess, library: Library, tmp_path: Path) -> None:
+@pytest.mark.parametrize("plane", PLANES)
+def test_no_row_of_any_history_is_wrong(sidecar: SidecarProcess, library: Library, tmp_path: Path, plane: str) -> None:
     """To see it fail: drop both calls of check_current in AdapterCache._forward."""
-    actors = play((Tenant, Tenant, Tenant, Rude), sidecar, library, tmp_path)
+    actors = play((Tenant, Tenant, Tenant, Rude), sidecar, library, (tmp_path, plane))
     reasons = sum((actor.reasons for actor in actors), Counter[str]())
     for reason in ("LAYOUT_STALE", "SLOTS_EXHAUSTED", "recovered from LAYOUT_STALE", "recovered from STREAM_ENDED"):
         assert reasons[reason] > 0, reasons
     _nothing_is_left(sidecar, library)
 
 
+@pytest.mark.parametrize("plane", PLANES)
 def test_no_row_is_wrong_whose_slot_is_taken_while_it_is_computed(
-    sidecar: SidecarProcess, library: Library, tmp_path: Path
+    sidecar: SidecarProcess, library: Library, tmp_path: Path, plane: str
 ) -> None:
     """All other slots are kept, so that each load writes where kernels may still read.
 
@@ -322,17 +328,23 @@ def test_no_row_is_wrong_whose_slot_is_taken_while_it_is_computed(
             client.unload(adapter.name, force=True)
         for name in KEPT:
             client.load(name, library.root / f"{name}1", keep=True)
-        actors = play((Robbed, Robbed, Saboteur), sidecar, library, tmp_path)
+        actors = play((Robbed, Robbed, Saboteur), sidecar, library, (tmp_path, plane))
         assert min(actor.reasons["LAYOUT_STALE"] for actor in actors[:2]) > 0
         for name in KEPT:
             client.release_keep(name)
     _nothing_is_left(sidecar, library)
 
 
-def play(kinds: Sequence[type[Actor]], sidecar: SidecarProcess, library: Library, tmp_path: Path) -> list[Actor]:
-    """Lets actors of these kinds act at the same time, those that are Rude until the others are done."""
+def play(
+    kinds: Sequence[type[Actor]], sidecar: SidecarProcess, library: Library, where: tuple[Path, str]
+) -> list[Actor]:
+    """Lets actors of these kinds act at the same time, those that are Rude until the others are done.
+
+    `where`: the folder for what is found, and the plane.
+    """
+    tmp_path, plane = where
     over = threading.Event()
-    actors = [kind(number, sidecar.target, library, over) for number, kind in enumerate(kinds)]
+    actors = [kind(number, sidecar.target, library, over, plane) for number, kind in enumerate(kinds)]
     threads = {actor.number: threading.Thread(target=actor.run) for actor in actors}
     for thread in threads.values():
         thread.start()

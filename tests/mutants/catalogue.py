@@ -41,8 +41,8 @@ MUTANTS = (
     Mutant(
         "drop the mod_generation check",
         f"{CORE}/layout.py",
-        "return all(self.slots[slot].mod_generation <= generation for slot in slots)",
-        "return True",
+        "            if self.slots[slot].mod_generation > generation:\n",
+        "            if False:\n",
         f"{MUSEUM}/test_wrong_weights.py::test_a_layout_that_changes_under_an_unchanged_mapping",
     ),
     Mutant(
@@ -103,14 +103,14 @@ MUTANTS = (
     Mutant(
         "recover by name",
         f"{CLIENT}/protocol.py",
-        'resolved.append(f"{name}@{digest}")',
-        "resolved.append(name)",
+        'resolved[target] = f"{name}@{digest}"',
+        "resolved[target] = name",
         "tests/unit/client/test_protocol.py::test_a_mapping_has_digests_by_what_the_caller_wrote",
     ),
     Mutant(
         "pins as counters",
         f"{CORE}/pins.py",
-        "owners | {owner} if slot in wanted else owners - {owner} for slot",
+        "owners | alone if slot in wanted else owners - alone for slot",
         "owners | {object()} if slot in wanted else frozenset([*owners][1:]) for slot",
         "tests/unit/core/test_pins.py::test_a_double_release_or_a_release_by_a_stranger_changes_nothing",
     ),

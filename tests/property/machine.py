@@ -11,6 +11,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 from slotcar_sidecar.core.calls import ForwardCall, LoadCall, MappingCall
+from slotcar_sidecar.core.folded import Folded
 from slotcar_sidecar.core.forward import ForwardItem
 from slotcar_sidecar.core.holds import HoldTerms
 from slotcar_sidecar.core.ids import AdapterName, AdapterRef, SessionId
@@ -166,7 +167,7 @@ class CacheMachine(World):
             assert mapping.digests == old.digests
 
     def _map_now(self, session_id: SessionId, mapping_id: int, refs: list[AdapterRef | None]) -> Mapping | None:
-        call = MappingCall(session_id, mapping_id, tuple(refs))
+        call = MappingCall(session_id, mapping_id, Folded.of(refs))
         mapping: Mapping | None = self.attempt(lambda: at_once(self.bench.cache.set_mapping(call)))
         if mapping is not None:
             self.learn(session_id, mapping)
@@ -180,7 +181,7 @@ class CacheMachine(World):
         session_id = data.draw(st.sampled_from(self.sessions))
         wait = data.draw(st.sampled_from((0.0, WAIT_SECONDS, WAIT_SECONDS)))
         refs = tuple(self.refs_for(session_id, wanted))
-        work = self.bench.cache.set_mapping(MappingCall(session_id, mapping_id, refs, load, wait))
+        work = self.bench.cache.set_mapping(MappingCall(session_id, mapping_id, Folded.of(refs), load, wait))
         self.asked.append(Asked(self.loop.create_task(work), session_id, lost))
 
     @precondition(lambda self: self.sessions)
@@ -189,7 +190,7 @@ class CacheMachine(World):
         """More than is free, and patience."""
         session_id = data.draw(st.sampled_from(self.sessions))
         refs = tuple(self.refs_for(session_id, list(wanted)))
-        work = self.bench.cache.set_mapping(MappingCall(session_id, mapping_id, refs, True, WAIT_SECONDS))
+        work = self.bench.cache.set_mapping(MappingCall(session_id, mapping_id, Folded.of(refs), True, WAIT_SECONDS))
         self.asked.append(Asked(self.loop.create_task(work), session_id))
         self.run(settle())
         while self.bench.load_pool.jobs and data.draw(st.booleans()):

@@ -16,6 +16,7 @@ from slotcar.v1 import adapter_pb2, adapter_service_pb2, error_pb2
 from slotcar.v1 import engine_service_pb2 as pb
 
 from tests.faults.raw import CALL_SECONDS, RawEngine, duration, entries
+from tests.planes.stub import PLANES
 from tests.soak.actor import Actor, ServerAway, SessionGone, World
 from tests.soak.forwards import Asked, Known, ask
 from tests.soak.plan import NAMES, UPLOADED, VERSIONS
@@ -42,7 +43,8 @@ class Engine(Actor):
 
     def live(self) -> None:
         with contextlib.ExitStack() as wires:
-            self.wire = wires.enter_context(RawEngine(self.world.target))
+            self.plane = self.random.choice(PLANES)
+            self.wire = wires.enter_context(RawEngine(self.world.target, self.plane))
             self.wires = [self.wire]
             self.known: deque[Known] = deque(maxlen=5)
             self.digests: dict[str, str] = {}
@@ -51,7 +53,7 @@ class Engine(Actor):
                 return
             try:
                 if self.ranks == 2:
-                    self.wires.append(wires.enter_context(RawEngine(self.world.target)))
+                    self.wires.append(wires.enter_context(RawEngine(self.world.target, self.plane)))
                     self.join()
                 for _ in range(self.random.randint(20, 200)):
                     if self.world.over.is_set():
@@ -255,7 +257,7 @@ class Engine(Actor):
         wire = self.wires[min(asked.request.rank, len(self.wires) - 1)]
         answer = self.attempt(verb, lambda: wire.engine.Forward(asked.request, timeout=CALL_SECONDS), allowed)
         if answer is not None:
-            self.answered(asked, answer, "unary")
+            self.answered(asked, answer, self.plane)
 
     def burst(self) -> None:
         """Several at a time, some of which are given up."""
@@ -273,7 +275,7 @@ class Engine(Actor):
             if error is None:
                 self.saw(future.result(), floor)
                 self.step("burst", "OK")
-                self.answered(asked, future.result(), "unary")
+                self.answered(asked, future.result(), self.plane)
             else:
                 failed = error
         if failed is not None:

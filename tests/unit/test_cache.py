@@ -26,6 +26,7 @@ from slotcar_sidecar.core.errors import (
 )
 from slotcar_sidecar.core.events import EventKind
 from slotcar_sidecar.core.forward import ForwardItem
+from slotcar_sidecar.core.folded import Folded
 from slotcar_sidecar.core.ids import Digest, SlotId
 from slotcar_sidecar.core.layout import SlotState
 from slotcar_sidecar.core.mapping import Mapping
@@ -486,7 +487,7 @@ async def test_a_forward_that_does_not_fit_is_refused_before_any_kernel(
         await computed(bench, session, mapping, **changes)
     assert not bench.compute_pool.jobs
     with pytest.raises(MappingNotFound):
-        await computed(bench, session, Mapping(9, (), mapping.epoch, 1))
+        await computed(bench, session, Mapping(9, Folded.of(()), mapping.epoch, 1))
 
 
 async def test_a_server_that_shuts_down_computes_but_takes_nothing_new() -> None:

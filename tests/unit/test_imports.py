@@ -23,10 +23,13 @@ PACKAGES = {"slotcar": "proto", "slotcar_kernels": "kernels", "slotcar_client": 
 # Modules of the command line beside cli.py; together they are one layer.
 COMMAND_LINE = {"calls", "cli", "completion", "console", "doctor", "tables", "verbs", "watch"}
 
+# Modules that make the process, beside app.py; together they are one layer.
+PROCESS = {"app", "sockets"}
+
 SIDECAR = {"core", "store", "device", "cache", "rpc", "ring", "ops", "config"}
 MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),
-    "config": {"core"},
+    "config": {"core", "shm"},
     "store": {"core"},
     "device": {"core", "kernels", "shm"},
     "cache": {"core"},
@@ -91,7 +94,10 @@ def module_layer(module: str) -> str | None:
         return "shm"
     if top == "slotcar_sidecar":
         inner = rest.partition(".")[0]
-        return "sidecar" if inner in ("", "__init__") else "cli" if inner in COMMAND_LINE else inner
+        layers = (
+            {"": "sidecar", "__init__": "sidecar"} | dict.fromkeys(COMMAND_LINE, "cli") | dict.fromkeys(PROCESS, "app")
+        )
+        return layers.get(inner, inner)
     return PACKAGES.get(top)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from slotcar_sidecar.core.calls import MappingCall
+from slotcar_sidecar.core.folded import Folded
 from slotcar_sidecar.core.errors import (
     AdapterNotFound,
     CapacityExceeded,
@@ -315,7 +316,7 @@ async def test_a_call_that_comes_when_the_server_is_closed_does_not_wait() -> No
 @pytest.mark.parametrize("seconds", [-1.0, 3601.0, float("nan"), float("inf")])
 def test_a_wait_beyond_its_bounds_is_refused(seconds: float) -> None:
     with pytest.raises(RequestInvalid):
-        MappingCall(SessionId("s"), 0, (), wait_seconds=seconds)
+        MappingCall(SessionId("s"), 0, Folded.of(()), wait_seconds=seconds)
 
 
 async def test_who_joins_the_queue_wakes_nobody_but_the_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,11 +19,15 @@
 
 A request header is 64 bytes: sequence, kind, bytes of the payload. An answer header is 64 bytes: sequence, status,
 bytes of the payload, generation of the layout, fingerprint of the digests used, nanoseconds in the queue and in the
-kernels. The client chooses the sequence, never twice the same in one connection, and owns the cell from then on until
-the answer has it; the answer's sequence is written last.
+kernels. The client chooses the sequence, never 0 and never twice the same in one connection; the cell is the sidecar's
+from then on until the answer has it. The answer's sequence is written last.
 
 A call: fill request and arena, write the cell's index, then `submitted`, then ring the sidecar's doorbell. The sidecar
-takes nothing that it reads here for granted, and reads each request once.
+takes nothing that it reads here for granted, and reads each request once. Answers come in any order; each rings the
+client's doorbell.
+
+A word that the other side may read meanwhile is written by one store of its 8 bytes: through a memoryview cast to "Q",
+not by struct, which writes zeros first. So `submitted` is never 0 again, and says nothing when it is.
 """
 
 from __future__ import annotations
@@ -153,6 +157,8 @@ class RegionGeometry:
         magic, version, cells, payload, uses, arena_offset, arena_bytes, epoch = _HEADER.unpack_from(data)
         if (magic, version) != (MAGIC, VERSION):
             raise BadRegion(f"the region begins with {magic!r} version {version}, wanted {MAGIC!r} version {VERSION}")
+        if not cells or payload % ALIGNMENT:
+            raise BadRegion(f"the region has {cells} cells of {payload} bytes, wanted some, of a multiple of {ALIGNMENT}")
         geometry = cls(arena_bytes, cells, payload, uses)
         if (arena_offset, len(data)) != (geometry.arena_offset, geometry.total_bytes):
             raise BadRegion(

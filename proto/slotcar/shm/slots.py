@@ -18,6 +18,9 @@ The sidecar writes it; clients of the direct plane map it for reading. It never 
     weights_offset  S times slot_bytes; in each, for every site at a_offsets[site] A [R, in], and at b_offsets[site]
                              B transposed [R, out], both row after row without gaps
 
+Words of 8 bytes are written by one store, through a memoryview cast to "Q", and read by one load: half of a new
+mod_generation beside half of an old one could pass for one that a reader may take.
+
 Invariant (I2): mod_generation is set to the generation at which a slot begins to change, and only then do the slot's
 parts and weights change. Who reads them compares mod_generation before and after.
 """
@@ -41,6 +44,7 @@ WORD = struct.Struct("<Q")
 PART = struct.Struct("<If")
 
 _HEADER = struct.Struct("<8s6I16s")
+_FIELDS = ("magic", "version", "slots", "sites", "max_rank", "dtype", "reserved", "epoch")
 _ARRAY_ALIGNMENT = 128  # so that vector loads of each array start alike in each slot
 _PAGE = 4096
 
@@ -111,8 +115,11 @@ class SlotsGeometry:
 
     def check(self, data: memoryview, epoch: str) -> None:
         """Raises BadSlotsFile unless `data` is a slots file of this geometry and epoch."""
-        if len(data) != self.total_bytes:
-            raise BadSlotsFile(f"the slots file has {len(data)} bytes, wanted {self.total_bytes}")
-        found, wanted = bytes(data[: _HEADER.size]), self.header(epoch)
-        if found != wanted:
-            raise BadSlotsFile(f"the slots file begins with {found!r}, wanted {wanted!r}")
+        size = len(data)
+        if size >= _HEADER.size:
+            headers = _HEADER.unpack_from(data), _HEADER.unpack(self.header(epoch))
+            for name, found, wanted in zip(_FIELDS, *headers, strict=True):
+                if found != wanted:
+                    raise BadSlotsFile(f"the slots file has {name} {found!r}, wanted {wanted!r}")
+        if size != self.total_bytes:
+            raise BadSlotsFile(f"the slots file has {size} bytes, wanted {self.total_bytes}")

@@ -7,6 +7,7 @@ import contextlib
 from slotcar_sidecar.cache.loads import Loads
 from slotcar_sidecar.cache.state import State
 from slotcar_sidecar.core.errors import ModelUnknown, SlotsExhausted
+from slotcar_sidecar.core.folded import Folded
 from slotcar_sidecar.core.holds import Hold, HoldTerms
 from slotcar_sidecar.core.ids import AdapterRef, Digest, SessionId
 from slotcar_sidecar.core.pins import HoldOwner
@@ -36,7 +37,7 @@ class SessionHolds:
 
     def _resolve(self, terms: HoldTerms, ref: AdapterRef) -> tuple[AdapterRef, Digest]:
         self._state.check_hold(terms.owner)
-        (wanted,) = self._state.residency.resolve([ref], terms.owner.session)
+        (wanted,) = self._state.residency.resolve(Folded.of((ref,)), terms.owner.session)
         assert wanted is not None
         assert wanted.digest is not None
         return wanted, wanted.digest
@@ -45,7 +46,7 @@ class SessionHolds:
         """The hold, if all that it keeps is there."""
         state, residency = self._state, self._state.residency
         needs_slot = terms.slot and residency.may_hold_slot(terms.owner, digest)
-        if state.tiers.from_host(digest) is None or (needs_slot and residency.absent([wanted])):
+        if state.tiers.from_host(digest) is None or (needs_slot and residency.readable_slot(digest) is None):
             return None
         hold = residency.hold(terms, wanted, state.now())
         state.publish()

@@ -7,7 +7,7 @@ of them can wait for each other; who waits first is served first.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from slotcar_sidecar.cache.loads import Loads
@@ -23,6 +23,7 @@ from slotcar_sidecar.core.errors import (
     SlotsExhausted,
 )
 from slotcar_sidecar.core.events import EventKind
+from slotcar_sidecar.core.folded import Folded
 from slotcar_sidecar.core.ids import AdapterRef, Digest, SessionId
 from slotcar_sidecar.core.mapping import Mapping
 from slotcar_sidecar.core.pins import MappingOwner
@@ -30,7 +31,7 @@ from slotcar_sidecar.core.ports import HostAdapter
 from slotcar_sidecar.core.session import Session
 from slotcar_sidecar.core.slots import Claim
 
-Wanted = Sequence[AdapterRef | None]
+Wanted = Folded[AdapterRef | None]
 
 
 @dataclass(slots=True, eq=False)
@@ -112,7 +113,7 @@ class Mappings:
             self._check_queue(call)
             wanted = residency.resolve(call.refs, call.session)
             claim = Claim(call.session, slot=False, bytes=True, resolves=True)
-            nameless = {ref.digest for ref in wanted if ref and ref.digest and not residency.names.is_named(ref.digest)}
+            nameless = {ref.digest for ref in wanted.table if ref and ref.digest and not residency.names.is_named(ref.digest)}
             asked.kept = tuple((digest, claim) for digest in nameless)
             for digest, claim in asked.kept:
                 residency.claim(digest, claim)
@@ -183,7 +184,7 @@ class Mappings:
         absent = residency.absent(wanted)
         if absent and not call.load:
             digests = {ref.digest for ref in absent}
-            pairs = zip(call.refs, wanted, strict=True)
+            pairs = zip(call.refs.table, wanted.table, strict=True)
             raise AdapterNotResident(*dict.fromkeys(ref for ref, found in pairs if found and found.digest in digests))
         if absent and self._state.model is None:
             raise ModelUnknown
@@ -193,7 +194,7 @@ class Mappings:
     def _recorded(self, session: Session, call: MappingCall) -> Mapping | None:
         """What another rank of the session was answered, while it is current."""
         mapping = session.mappings.get(call.mapping_id)
-        if session.terms.ranks == 1 or mapping is None or mapping.refs != tuple(call.refs):
+        if session.terms.ranks == 1 or mapping is None or mapping.refs != call.refs:
             return None
         if not self._state.layout.is_current(mapping.slots, mapping.generation):
             return None
@@ -239,7 +240,7 @@ class Mappings:
     async def _fill_and_set(self, asked: _Asked, wanted: Wanted, weights: dict[Digest, HostAdapter]) -> Mapping | None:
         """From the check of the room to the begin of the fills nothing else runs."""
         call, state, residency = asked.call, self._state, self._state.residency
-        refs = {_digest(ref): ref for ref in wanted if ref is not None}
+        refs = {_digest(ref): ref for ref in wanted.table if ref is not None}
         missing = [ref for digest, ref in refs.items() if state.layout.find(digest) is None]
         if any(_digest(ref) not in weights for ref in missing):
             return None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from slotcar_sidecar.core.adapter import Adapter
 from slotcar_sidecar.core.errors import CapacityExceeded, RequestInvalid, SlotcarError
+from slotcar_sidecar.core.folded import Folded
 from slotcar_sidecar.core.forward import ForwardItem, check_items, output_bytes
 from slotcar_sidecar.core.holds import Hold, HoldTerms
 from slotcar_sidecar.core.ids import AdapterRef, SessionId
@@ -95,7 +96,7 @@ class MappingCall:
 
     session: SessionId
     mapping_id: int
-    refs: Sequence[AdapterRef | None]
+    refs: Folded[AdapterRef | None]
     load: bool = False
     wait_seconds: float = 0.0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NewType
 
 from slotcar_sidecar.core.errors import RequestInvalid
@@ -19,10 +19,15 @@ class Digest:
     """The identity of an adapter: sha256 over its canonical spec and weight bytes."""
 
     value: str
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not _DIGEST.fullmatch(self.value):
             raise RequestInvalid("digest", found=self.value, wanted="sha256: and 64 lower-case hex digits")
+        object.__setattr__(self, "_hash", hash(self.value))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def __str__(self) -> str:
         return self.value
@@ -38,6 +43,7 @@ class AdapterName:
     """An operator's name for an adapter."""
 
     value: str
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         parts = self.value.split("/")
@@ -47,6 +53,10 @@ class AdapterName:
                 found=self.value,
                 wanted="1 to 200 letters, digits, '.', '_', '-' or '/', a letter or digit first, no empty or '..' part",
             )
+        object.__setattr__(self, "_hash", hash(self.value))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def __str__(self) -> str:
         return self.value
@@ -58,6 +68,13 @@ class AdapterRef:
 
     name: AdapterName
     digest: Digest | None = None
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.name, self.digest)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @classmethod
     def parse(cls, text: str, field: str = "ref") -> AdapterRef:

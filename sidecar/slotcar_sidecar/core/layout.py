@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from slotcar_sidecar.core.ids import Digest, Epoch, SlotId
@@ -44,6 +44,11 @@ class Layout:
     epoch: Epoch
     generation: int
     slots: tuple[Slot, ...]
+    _by_digest: dict[Digest, SlotId] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        table = {slot.digest: SlotId(index) for index, slot in enumerate(self.slots) if slot.digest is not None}
+        object.__setattr__(self, "_by_digest", table)
 
     @classmethod
     def empty(cls, epoch: Epoch, count: int) -> Layout:
@@ -54,10 +59,7 @@ class Layout:
 
     def find(self, digest: Digest) -> SlotId | None:
         """The slot that holds the digest or is being filled with it (invariant I4: there is at most one)."""
-        for index, slot in enumerate(self.slots):
-            if slot.digest == digest:
-                return SlotId(index)
-        return None
+        return self._by_digest.get(digest)
 
     def in_state(self, *states: SlotState) -> tuple[SlotId, ...]:
         return tuple(SlotId(index) for index, slot in enumerate(self.slots) if slot.state in states)

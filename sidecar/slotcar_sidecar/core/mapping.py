@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from slotcar_sidecar.core.errors import LayoutStale, ShapeMismatch
+from slotcar_sidecar.core.folded import Folded
 from slotcar_sidecar.core.ids import AdapterRef, Digest, Epoch, SlotId
 from slotcar_sidecar.core.layout import Layout
 
@@ -24,30 +25,31 @@ class Mapping:
     """Ordered entries (None is the base model), resolved at (epoch, generation)."""
 
     mapping_id: int
-    entries: tuple[Entry | None, ...]
+    entries: Folded[Entry | None]
     epoch: Epoch
     generation: int
     slots: frozenset[SlotId] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "slots", frozenset(entry.slot for entry in self.entries if entry is not None))
+        used = frozenset(entry.slot for entry in self.entries.table if entry is not None)
+        object.__setattr__(self, "slots", used)
 
     @property
-    def refs(self) -> tuple[AdapterRef | None, ...]:
+    def refs(self) -> Folded[AdapterRef | None]:
         """What each entry resolved to, as name@digest; None for the base model."""
-        return tuple(entry.ref if entry else None for entry in self.entries)
+        return self.entries.map(lambda entry: entry.ref if entry else None)
 
     @property
     def digests(self) -> tuple[str, ...]:
         """One digest per entry, empty for the base model, as Forward reports them."""
-        return tuple(str(entry.digest) if entry else "" for entry in self.entries)
+        return tuple(self.entries.map(lambda entry: entry.digest.value if entry else ""))
 
     def check_generation(self, generation: int) -> None:
         """Raises LayoutStale unless the caller believes the mapping to have the generation that it has."""
         if generation != self.generation:
             raise LayoutStale(
                 f"mapping {self.mapping_id} has generation {self.generation}, the call says {generation}",
-                entries=tuple(self._names(self.entries)),
+                entries=tuple(self._names(self.entries.table)),
                 found=generation,
                 wanted=self.generation,
             )
@@ -58,7 +60,7 @@ class Mapping:
             return
         stale = [
             entry
-            for entry in self.entries
+            for entry in self.entries.table
             if entry is not None
             and (layout.epoch != self.epoch or not layout.is_current((entry.slot,), self.generation))
         ]
@@ -80,6 +82,5 @@ class Mapping:
         """(slot, number of rows) per entry, None for the base model. Raises ShapeMismatch (invariant I5)."""
         if len(row_counts) != len(self.entries):
             raise ShapeMismatch("row_counts", found=f"{len(row_counts)} counts", wanted=f"{len(self.entries)} counts")
-        return tuple(
-            (entry.slot if entry else None, count) for entry, count in zip(self.entries, row_counts, strict=True)
-        )
+        slots = self.entries.map(lambda entry: entry.slot if entry else None)
+        return tuple(zip(slots, row_counts, strict=True))

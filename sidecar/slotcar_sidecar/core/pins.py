@@ -15,6 +15,13 @@ class MappingOwner:
 
     session: SessionId
     mapping_id: int
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.session, self.mapping_id)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +53,9 @@ class Pins:
 
     def replace(self, owner: PinOwner, slots: Iterable[SlotId]) -> Pins:
         """`owner` pins exactly `slots` from now on. Idempotent."""
-        wanted = frozenset(slots)
-        table = {slot: owners | {owner} if slot in wanted else owners - {owner} for slot, owners in self.owners.items()}
-        table |= {slot: frozenset({owner}) for slot in wanted - table.keys()}
+        wanted, alone = frozenset(slots), frozenset({owner})
+        table = {slot: owners | alone if slot in wanted else owners - alone for slot, owners in self.owners.items()}
+        table |= dict.fromkeys(wanted - table.keys(), alone)
         return Pins(MappingProxyType({slot: owners for slot, owners in table.items() if owners}))
 
     def without(self, gone: Collection[PinOwner]) -> Pins:

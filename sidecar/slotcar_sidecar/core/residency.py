@@ -7,7 +7,7 @@ or raises and changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Unpack
@@ -15,6 +15,7 @@ from typing import Unpack
 from slotcar_sidecar.core.adapter import Adapter
 from slotcar_sidecar.core.errors import AdapterNotFound, AdapterNotResident, RequestInvalid
 from slotcar_sidecar.core.events import EventKind, EventLog, Subject
+from slotcar_sidecar.core.folded import Folded
 from slotcar_sidecar.core.holds import Hold, Holds, HoldTerms
 from slotcar_sidecar.core.ids import AdapterName, AdapterRef, Digest, SessionId, SlotId
 from slotcar_sidecar.core.layout import Layout, SlotState
@@ -109,25 +110,28 @@ class Residency:
         slot = self.layout.find(digest)
         return slot if slot is not None and self.layout[slot].state in READABLE else None
 
-    def resolve(self, refs: Sequence[AdapterRef | None], session: SessionId) -> tuple[AdapterRef | None, ...]:
+    def resolve(self, refs: Folded[AdapterRef | None], session: SessionId) -> Folded[AdapterRef | None]:
         """Each ref with its digest, None for the base model, all or nothing.
 
         A bare name has the digest that it has now. `name@digest` is that digest while the name has it, and after that
         for as long as `session` pins or holds it. Raises AdapterNotFound with every ref at fault.
         """
-        resolved: dict[AdapterRef, AdapterRef] = {}
+        resolved: list[AdapterRef | None] = []
         unknown: dict[AdapterRef, None] = {}
-        for ref in dict.fromkeys(ref for ref in refs if ref is not None):
+        for ref in refs.table:
+            if ref is None:
+                resolved.append(None)
+                continue
             digest = self.names.get(ref.name)
             if ref.digest is not None and ref.digest != digest:
                 digest = ref.digest if self.names.was_known_as(ref) and self._has(session, ref.digest) else None
             if digest is None:
                 unknown[ref] = None
             else:
-                resolved[ref] = AdapterRef(ref.name, digest)
+                resolved.append(ref if ref.digest is not None else AdapterRef(ref.name, digest))
         if unknown:
             raise AdapterNotFound(*unknown)
-        return tuple(resolved[ref] if ref is not None else None for ref in refs)
+        return Folded(resolved, refs.indices)
 
     def _has(self, session: SessionId, digest: Digest) -> bool:
         mine = any(owner.session == session for owner in self._owners(digest))
@@ -138,13 +142,12 @@ class Residency:
         slot = self.layout.find(digest)
         return self.holds.of(digest) | (self.pins.of(slot) if slot is not None else frozenset())
 
-    def entries(self, wanted: Sequence[AdapterRef | None]) -> tuple[Entry | None, ...]:
+    def entries(self, wanted: Folded[AdapterRef | None]) -> Folded[Entry | None]:
         """Resolved refs with their slots. Raises AdapterNotResident with every ref that is in none."""
         entries: list[Entry | None] = []
-        slots = {slot.digest: SlotId(index) for index, slot in enumerate(self.layout.slots) if slot.state in READABLE}
         absent: dict[AdapterRef, None] = {}
-        for ref in wanted:
-            slot = slots.get(ref.digest) if ref is not None else None
+        for ref in wanted.table:
+            slot = self.readable_slot(ref.digest) if ref is not None and ref.digest is not None else None
             if ref is None:
                 entries.append(None)
             elif slot is None or ref.digest is None:
@@ -153,22 +156,22 @@ class Residency:
                 entries.append(Entry(ref, ref.digest, slot))
         if absent:
             raise AdapterNotResident(*absent)
-        return tuple(entries)
+        return Folded(entries, wanted.indices)
 
-    def absent(self, wanted: Iterable[AdapterRef | None]) -> tuple[AdapterRef, ...]:
+    def absent(self, wanted: Folded[AdapterRef | None]) -> tuple[AdapterRef, ...]:
         """The first ref of each digest that is in no slot, or in one that is still written."""
-        first = {ref.digest: ref for ref in reversed(tuple(wanted)) if ref is not None}
+        first = {ref.digest: ref for ref in reversed(wanted.table) if ref is not None}
         return tuple(ref for digest, ref in first.items() if digest and self.readable_slot(digest) is None)
 
     # Pins of mappings
 
-    def demand(self, owner: MappingOwner, wanted: Sequence[AdapterRef | None], turn: object | None) -> Demand:
+    def demand(self, owner: MappingOwner, wanted: Folded[AdapterRef | None], turn: object | None) -> Demand:
         """What a mapping of resolved refs takes, where what only the mapping that it replaces pins counts as free."""
-        digests = {ref.digest for ref in wanted if ref is not None and ref.digest}
+        digests = {ref.digest for ref in wanted.table if ref is not None and ref.digest}
         found = {digest: self.layout.find(digest) for digest in digests}
         readable = [slot for digest in digests if (slot := self.readable_slot(digest)) is not None]
         fills = sum(slot is None for slot in found.values())
-        what = "the mapping" if len(digests) != 1 else next(str(ref.name) for ref in wanted if ref is not None)
+        what = "the mapping" if len(digests) != 1 else next(str(ref.name) for ref in wanted.table if ref is not None)
         joins = frozenset(slot for slot in found.values() if slot is not None and slot not in readable)
         return Demand(what, owner.session, self.pins.replace(owner, readable), fills, turn, joins)
 
@@ -182,9 +185,9 @@ class Residency:
         """The owners pin nothing any more. Idempotent."""
         self._drained(self.slots.unpin(owners))
 
-    def renew(self, owner: MappingOwner, entries: Iterable[Entry | None]) -> None:
+    def renew(self, owner: MappingOwner, entries: Folded[Entry | None]) -> None:
         """Pins again what an idle mapping uses, if all of it is there and there is room for that."""
-        mine = [entry for entry in entries if entry is not None]
+        mine = [entry for entry in entries.table if entry is not None]
         slots = {entry.slot for entry in mine}
         if all(self.readable_slot(entry.digest) == entry.slot for entry in mine) and self._may_pin(owner, slots):
             self.pin(owner, slots)

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TypeVar
 
 from google.protobuf import duration_pb2, timestamp_pb2
-from slotcar.v1 import adapter_pb2, adapter_service_pb2, engine_service_pb2, layout_pb2, model_pb2, tensor_pb2
+from slotcar.v1 import (
+    adapter_pb2,
+    adapter_service_pb2,
+    engine_service_pb2,
+    layout_pb2,
+    model_pb2,
+    plane_pb2,
+    tensor_pb2,
+)
 
 from slotcar_sidecar.core.adapter import Adapter
 from slotcar_sidecar.core.calls import LoadCall
 from slotcar_sidecar.core.errors import RequestInvalid
 from slotcar_sidecar.core.events import Event
+from slotcar_sidecar.core.folded import Folded
 from slotcar_sidecar.core.forward import ForwardItem
 from slotcar_sidecar.core.holds import Hold, HoldTerms
 from slotcar_sidecar.core.ids import AdapterRef, SessionId
 from slotcar_sidecar.core.layout import Layout, SlotState
+from slotcar_sidecar.core.mapping import Mapping
 from slotcar_sidecar.core.model import ModelSpec, Site
 from slotcar_sidecar.core.pins import HoldOwner
 from slotcar_sidecar.core.residency import OnConflict, Resident
@@ -24,6 +35,11 @@ DTYPES: dict[str, tensor_pb2.Dtype.ValueType] = {
     "float32": tensor_pb2.DTYPE_FLOAT32,
     "float16": tensor_pb2.DTYPE_FLOAT16,
     "bfloat16": tensor_pb2.DTYPE_BFLOAT16,
+}
+PLANES: dict[str, plane_pb2.Plane.ValueType] = {
+    "stream": plane_pb2.PLANE_STREAM,
+    "ring": plane_pb2.PLANE_RING,
+    "direct": plane_pb2.PLANE_DIRECT,
 }
 _DTYPE_NAMES: dict[int, str] = {number: name for name, number in DTYPES.items()}
 _SLOT_STATES: dict[SlotState, layout_pb2.SlotState.ValueType] = {
@@ -216,17 +232,59 @@ def from_event(event: Event) -> adapter_service_pb2.Event:
     )
 
 
-def to_entries(entries: list[engine_service_pb2.MappingEntry]) -> list[AdapterRef | None]:
-    refs: list[AdapterRef | None] = []
-    parsed: dict[str, AdapterRef] = {}
+def to_refs(request: engine_service_pb2.SetMappingRequest) -> Folded[AdapterRef | None]:
+    """The ref of each entry, None for the base model. Raises RequestInvalid."""
+    if not request.indices and not request.targets:
+        return _folded("entries", request.entries)
+    if request.entries:
+        raise RequestInvalid("entries", found=f"{len(request.entries)} beside targets", wanted="one of the two")
+    targets, used = _folded("targets", request.targets), set(request.indices)
+    if len(targets.table) != len(targets):
+        raise RequestInvalid("targets", found=f"{len(targets)}, some alike", wanted="each once")
+    if used != set(range(len(targets))):
+        found = f"{len(used)} numbers up to {max(used, default=0)}"
+        raise RequestInvalid("indices", found=found, wanted=f"each number below {len(targets)}, the targets")
+    return Folded(targets.table, request.indices)
+
+
+def _folded(field: str, entries: Iterable[engine_service_pb2.MappingEntry]) -> Folded[AdapterRef | None]:
+    places: dict[str, int] = {}
+    table: list[AdapterRef | None] = []
+    indices: list[int] = []
     for index, entry in enumerate(entries):
-        target = entry.WhichOneof("target")
-        if target is None or (target == "base" and not entry.base):
-            raise RequestInvalid(f"entries[{index}]", found="neither", wanted="ref, or base = true")
-        if target == "ref" and entry.ref not in parsed:
-            parsed[entry.ref] = AdapterRef.parse(entry.ref, f"entries[{index}].ref")
-        refs.append(parsed[entry.ref] if target == "ref" else None)
-    return refs
+        text = entry.ref
+        place = places.get(text)
+        if place is None or not text:  # the empty text is the base model, if nothing is wrong with it
+            ref = _to_ref(f"{field}[{index}]", entry)
+        if place is None:
+            place = places[text] = len(table)
+            table.append(ref)
+        indices.append(place)
+    return Folded(table, indices)
+
+
+def _to_ref(field: str, entry: engine_service_pb2.MappingEntry) -> AdapterRef | None:
+    target = entry.WhichOneof("target")
+    if target is None or (target == "base" and not entry.base):
+        raise RequestInvalid(field, found="neither", wanted="ref, or base = true")
+    return AdapterRef.parse(entry.ref, f"{field}.ref") if target == "ref" else None
+
+
+def from_mapping(
+    mapping: Mapping, request: engine_service_pb2.SetMappingRequest, layout: Layout
+) -> engine_service_pb2.SetMappingResponse:
+    """The answer to SetMapping: what each entry resolved to, or each target of a request that has some."""
+    resolved = [
+        engine_service_pb2.ResolvedEntry(digest=entry.digest.value, slot=entry.slot)
+        if entry
+        else engine_service_pb2.ResolvedEntry()
+        for entry in mapping.entries.table
+    ]
+    return engine_service_pb2.SetMappingResponse(
+        generation=mapping.generation,
+        entries=resolved if request.targets else map(resolved.__getitem__, mapping.entries.indices),
+        layout=from_version(layout),
+    )
 
 
 def to_matrix(field: str, tensor: tensor_pb2.TensorRef) -> Matrix:

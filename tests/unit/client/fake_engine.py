@@ -93,13 +93,13 @@ class FakeEngine(engine_service_pb2_grpc.EngineServiceServicer):
             self.queued.set()
             self.slots.wait(20)
         digests = []
-        for entry in request.entries:
+        for entry in request.targets:
             name, _, digest = entry.ref.partition("@")
             if not entry.base and (name not in self.adapters or digest not in ("", self.adapters[name])):
                 self._abort(context, "AdapterNotFound", entry.ref)
             digests.append("" if entry.base else self.adapters[name])
         self.generation += 1
-        self.sessions[request.session][request.mapping_id] = (self.generation, digests)
+        self.sessions[request.session][request.mapping_id] = (self.generation, [digests[i] for i in request.indices])
         entries = [pb.ResolvedEntry(digest=digest) for digest in digests]
         return pb.SetMappingResponse(generation=self.generation, entries=entries, layout=self._version())
 

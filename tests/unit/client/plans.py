@@ -102,7 +102,7 @@ class Face:
         return self.digest
 
     def _SetMapping(self, request: pb.SetMappingRequest) -> pb.SetMappingResponse:
-        entries = [pb.ResolvedEntry(digest="" if e.base else self._resolve(e.ref)) for e in request.entries]
+        entries = [pb.ResolvedEntry(digest="" if e.base else self._resolve(e.ref)) for e in request.targets]
         self.generation += 1
         return pb.SetMappingResponse(generation=self.generation, entries=entries, layout=self._layout)
 

@@ -91,7 +91,7 @@ async def test_recovery_is_by_digest(session: aio.AsyncSession, engine: FakeEngi
     await session.forward({"q": X})
     engine.sessions.clear()
     await session.forward({"q": X})
-    refs = [[entry.ref for entry in request.entries] for request in engine.named("SetMapping")]
+    refs = [[entry.ref for entry in request.targets] for request in engine.named("SetMapping")]
     assert refs == [["sql"], [f"sql@{A}"], [f"sql@{A}"]]
     assert session.recoveries == {"LAYOUT_STALE": 1, "SESSION_NOT_FOUND": 1}
     engine.adapters["sql"] = B
@@ -222,7 +222,7 @@ async def test_a_call_that_waits_goes_on_when_the_server_is_back(
 
         session._perform = back_on_wait  # type: ignore[method-assign]
         assert torch.equal((await session.forward({"q": X}))["q"], X)
-        assert [entry.ref for entry in engine.named("SetMapping")[-1].entries] == [f"sql@{A}"]
+        assert [entry.ref for entry in engine.named("SetMapping")[-1].targets] == [f"sql@{A}"]
 
 
 async def test_without_a_server_calls_fail_at_once(tmp_path: Path) -> None:

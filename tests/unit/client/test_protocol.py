@@ -64,10 +64,19 @@ def test_options_are_checked_at_once(field: str, found: Any) -> None:
 def test_mapping_request_has_a_target_per_entry() -> None:
     wish = MappingWish(3, Entries(("sql", BASE), None))
     request = protocol.mapping_request("s1", wish)
-    assert [entry.WhichOneof("target") for entry in request.entries] == ["ref", "base"]
-    assert request.entries[1].base
-    assert (request.session, request.mapping_id, request.entries[0].ref) == ("s1", 3, "sql")
+    assert [entry.WhichOneof("target") for entry in request.targets] == ["ref", "base"]
+    assert request.targets[1].base
+    assert (request.session, request.mapping_id, request.targets[0].ref) == ("s1", 3, "sql")
     assert (request.load, request.HasField("wait")) == (False, False)
+
+
+def test_a_request_names_each_target_once() -> None:
+    wish = MappingWish(3, Entries(("sql", BASE, "sql", f"sql@{A}", BASE), None))
+    request = protocol.mapping_request("s1", wish)
+    assert [entry.ref for entry in request.targets] == ["sql", "", f"sql@{A}"]
+    assert list(request.indices) == [0, 1, 0, 2, 1]
+    found = protocol.read_mapping(3, wish.entries, set_answer(A, "", A))
+    assert found.entries == (f"sql@{A}", BASE, f"sql@{A}", f"sql@{A}", BASE)
 
 
 def test_mapping_request_may_load_and_wait() -> None:
@@ -117,7 +126,7 @@ def test_a_mapping_has_digests_by_what_the_caller_wrote() -> None:
 @pytest.mark.parametrize(
     ("entries", "digests"),
     [
-        (("sql", "sql"), (A,)),
+        (("sql", "chat"), (A,)),
         (("sql",), (A, A)),
         (("sql",), ("",)),
         ((BASE,), (A,)),

@@ -104,7 +104,7 @@ def test_a_stale_mapping_is_set_again_by_digest_and_the_call_repeated(session: S
     session.set_mapping([("sql", 2), (BASE, 1)])
     engine.script = [STALE, STALE, None]
     session.forward({"q": X})
-    refs = [[entry.ref for entry in request.entries] for request in engine.named("SetMapping")]
+    refs = [[entry.ref for entry in request.targets] for request in engine.named("SetMapping")]
     assert refs == [["sql", ""], [f"sql@{A}", ""], [f"sql@{A}", ""]]
     assert [request.generation for request in engine.named("Forward")] == [1, 2, 3]
     assert session.recoveries == {"LAYOUT_STALE": 2}
@@ -540,7 +540,7 @@ def test_a_call_that_waits_goes_on_when_the_server_is_back(tmp_path: Path, engin
 
         session._perform = back_on_wait  # type: ignore[method-assign]
         assert torch.equal(session.forward({"q": X})["q"], X)
-        assert [entry.ref for entry in engine.named("SetMapping")[-1].entries] == [f"sql@{A}"]
+        assert [entry.ref for entry in engine.named("SetMapping")[-1].targets] == [f"sql@{A}"]
         assert engine.holds[session.session_id] == {5: A}
         assert session.recoveries["SESSION_NOT_FOUND"] == session.recoveries["HOLD"] == 1
         session.release_hold(hold)

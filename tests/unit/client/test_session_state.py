@@ -28,7 +28,7 @@ def test_a_stale_mapping_is_told_of_then_set_again_by_digest() -> None:
     face.fail = {"Forward": [STALE]}
     face.run(face.state.forward(X, None, None, None))
     assert face.log == ["Forward", "stale", "SetMapping", "Forward"]
-    assert [entry.ref for entry in face.named("SetMapping")[0].entries] == [f"sql@{A}"]
+    assert [entry.ref for entry in face.named("SetMapping")[0].targets] == [f"sql@{A}"]
     assert face.state.recoveries == {"LAYOUT_STALE": 1}
 
 
@@ -176,7 +176,7 @@ def test_a_call_waits_for_the_server_and_goes_on_by_digest() -> None:
     face.run(face.state.forward(X, None, None, None))
     assert set(face.log[:-5]) == {"Forward", "wait"}
     assert face.log[-5:] == ["Forward", "stale", "OpenSession", "SetMapping", "Forward"]
-    assert [entry.ref for entry in face.named("SetMapping")[0].entries] == [f"sql@{A}"]
+    assert [entry.ref for entry in face.named("SetMapping")[0].targets] == [f"sql@{A}"]
     assert face.state.recoveries == {"UNAVAILABLE": 1, "SESSION_NOT_FOUND": 1}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from slotcar_sidecar.core.errors import CapacityExceeded, MappingNotFound, RequestInvalid, SessionNotFound
+from slotcar_sidecar.core.folded import Folded
 from slotcar_sidecar.core.ids import Epoch, SessionId
 from slotcar_sidecar.core.mapping import Mapping
 from slotcar_sidecar.core.session import MAX_GRACE_SECONDS, Sessions, SessionTerms
@@ -73,7 +74,7 @@ def test_sessions_and_mappings_are_bounded(sessions: Sessions) -> None:
         sessions.open(SessionId("three"), SessionTerms("engine", 10))
     for mapping_id in (1, 2):
         sessions.check_room(session, mapping_id)
-        session.mappings[mapping_id] = Mapping(mapping_id, (), Epoch("e"), 1)
+        session.mappings[mapping_id] = Mapping(mapping_id, Folded.of(()), Epoch("e"), 1)
     sessions.check_room(session, 2)
     with pytest.raises(CapacityExceeded):
         sessions.check_room(session, 3)
