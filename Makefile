@@ -11,6 +11,8 @@ MINUTES ?= 10
 SOAK_FLAGS ?=
 # More options for `slotcar demo`.
 DEMO_FLAGS ?=
+# More options for the benchmarks, such as --out FILE.jsonl, or the names of some of them.
+BENCH_FLAGS ?=
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
@@ -31,7 +33,7 @@ test test-full demo: export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-full soak lint format proto docs golden bench native train-adapters lock apt apt-full build clean
+.PHONY: help install demo test test-full soak lint format proto docs golden bench bench-full native train-adapters lock apt apt-full build clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | \
@@ -84,9 +86,12 @@ golden: $(INSTALLED) ## Accept a change of the wire format into tests/golden
 	$(BIN)/python -m tests.golden.wire > $(WIRE).new
 	mv $(WIRE).new $(WIRE)
 
-bench: $(INSTALLED) ## Measure kernels and transport against their peers; prints JSON lines
-	$(BIN)/python -m tests.bench.kernels --quick
-	$(BIN)/python -m tests.bench.transport --quick
+bench: $(INSTALLED) ## Measure everything against its peers in under five minutes; prints JSON lines
+	$(BIN)/python -m tests.bench --quick $(BENCH_FLAGS)
+
+bench-full: $(INSTALLED) ## Measure all cases, on a machine that does nothing else, and rewrite docs/measurements
+	$(BIN)/python -m tests.bench --out build/bench.jsonl $(BENCH_FLAGS)
+	$(BIN)/python -m tests.bench.report build/bench.jsonl --out docs/measurements
 
 native: $(INSTALLED) ## Compile the CPU kernel again, after a change of its sources
 	$(BIN)/python kernels/build_native.py

@@ -8,10 +8,10 @@ from types import TracebackType
 from typing import Self, TypeVar, Unpack
 
 from slotcar_client import convert, verbs
-from slotcar_client.config import default_target, grpc_target
+from slotcar_client.config import default_target, grpc_target, unix_path
 from slotcar_client.effects import Plan, run
 from slotcar_client.events import EventStream
-from slotcar_client.options import Away, OnStale, SessionOptions, SessionSettings, checked_timeout
+from slotcar_client.options import RankSettings, SessionOptions, SessionSettings, checked_timeout
 from slotcar_client.rpc import Rpc
 from slotcar_client.session import RankSession, Session
 from slotcar_client.session_base import MappedSession
@@ -132,7 +132,9 @@ class Client:
 
         name: for people. model_spec: the engine's model; the first that the server sees shapes its slots.
         grace_seconds: how long the session outlives a broken connection, 30 by default, at most 3600.
-        transport: "auto", "stream" or "unary". reserved_slots: slots that nobody else may take, 0 by default.
+        transport: how Forwards travel: "direct" or "ring" in shared memory, "stream" or "unary" in messages; "auto",
+        the default, is the fastest that both sides can. arena_bytes: room in shared memory for the tensors of the
+        Forwards that are under way, 64 MiB by default. reserved_slots: slots that nobody else may take, 0 by default.
         ranks: how many processes compute for it, 1 by default; the others `join`.
         away: what calls do when the server is gone or shutting down: "fail" at once, the default, or "wait" until it
         is back, for at most `away_seconds` (60 by default) per call, this one too, and then go on by digest, or raise
@@ -141,23 +143,12 @@ class Client:
         before it is set again by digest. What it raises reaches the caller, and the mapping is left as it was: for an
         engine that must repeat a whole step. The next call of the session finds the mapping stale again.
         """
-        return self._entered(Session(self._open(), SessionOptions(name, **settings)))
+        return self._entered(Session(self._open(), SessionOptions(name, **settings), unix_path(self.target)))
 
-    def join(
-        self,
-        session_id: str,
-        rank: int,
-        *,
-        transport: str = "auto",
-        away: Away = "fail",
-        away_seconds: float = 60.0,
-        on_stale: OnStale | None = None,
-    ) -> RankSession:
+    def join(self, session_id: str, rank: int, **settings: Unpack[RankSettings]) -> RankSession:
         """Joins another process's session as one of its ranks; the keyword arguments are those of `session`."""
-        options = SessionOptions(
-            transport=transport, away=away, away_seconds=away_seconds, on_stale=on_stale, join=session_id, rank=rank
-        )
-        return self._entered(RankSession(self._open(), options))
+        options = SessionOptions(join=session_id, rank=rank, **settings)
+        return self._entered(RankSession(self._open(), options, unix_path(self.target)))
 
     def sessions(self) -> tuple[SessionInfo, ...]:
         """All sessions with their mappings and holds, and so who pins which slot."""

@@ -32,11 +32,16 @@ def default_target(environ: Mapping[str, str] = os.environ) -> str:
 
 def grpc_target(target: str) -> str:
     """The target as gRPC writes it. Raises RequestInvalid unless it is one of the three forms."""
-    path = target.removeprefix("unix:").removeprefix("//")
-    if target.startswith("unix:") and path:
+    path = unix_path(target)
+    if path:
         return f"unix:{quote(path)}"
     address = target.removeprefix("tcp://")
     host, colon, port = address.rpartition(":")
     if not (colon and host and port.isdecimal()) or "/" in address:
         raise RequestInvalid(f"target is {target!r}, wanted {_WANTED}", field="target", found=target, wanted=_WANTED)
     return f"dns:///{address}"
+
+
+def unix_path(target: str) -> str | None:
+    """The path of a target that is a unix socket, else None."""
+    return target.removeprefix("unix:").removeprefix("//") if target.startswith("unix:") else None

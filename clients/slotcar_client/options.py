@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypedDict
+from typing import Literal, TypedDict, get_args
 
+from slotcar.shm.region import MAX_ARENA_BYTES
 from slotcar.v1 import model_pb2
 
 from slotcar_client.errors import RequestInvalid, SlotcarError
 from slotcar_client.values import Mapping
 
 Away = Literal["fail", "wait"]
+IN_BAND = ("auto", "stream", "unary")
+TRANSPORTS = (*IN_BAND, "ring", "direct")
 OnStale = Callable[[Mapping, SlotcarError], None]
 MAX_GRACE_SECONDS = 3600.0
 MAX_RANKS = 1024
+MIN_ARENA_BYTES = 4096
 
 
-class SessionSettings(TypedDict, total=False):
+class RankSettings(TypedDict, total=False):
+    """The keyword arguments of `Client.join`."""
+
+    transport: str
+    arena_bytes: int
+    away: Away
+    away_seconds: float
+    on_stale: OnStale | None
+
+
+class SessionSettings(RankSettings, total=False):
     """The keyword arguments of `Client.session`."""
 
     model_spec: model_pb2.ModelSpec | None
     grace_seconds: float
-    transport: str
     reserved_slots: int
     ranks: int
-    away: Away
-    away_seconds: float
-    on_stale: OnStale | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +48,7 @@ class SessionOptions:
     model_spec: model_pb2.ModelSpec | None = None
     grace_seconds: float = 30.0
     transport: str = "auto"
+    arena_bytes: int = 64 << 20
     reserved_slots: int = 0
     ranks: int = 1
     away: Away = "fail"
@@ -52,10 +63,9 @@ class SessionOptions:
         within("ranks", self.ranks, 1, MAX_RANKS)
         within("rank", self.rank, 0, MAX_RANKS - 1)
         within("away_seconds", self.away_seconds, 0, float("inf"))
-        if self.away not in ("fail", "wait"):
-            raise RequestInvalid(
-                f"away is {self.away!r}, wanted fail or wait", field="away", found=self.away, wanted="fail or wait"
-            )
+        within("arena_bytes", self.arena_bytes, MIN_ARENA_BYTES, MAX_ARENA_BYTES)
+        one_of("away", self.away, get_args(Away))
+        one_of("transport", self.transport, TRANSPORTS)
 
     @property
     def owner(self) -> bool:
@@ -68,6 +78,13 @@ def within(field: str, found: float, lowest: float, highest: float) -> None:
     if not lowest <= found <= highest:
         wanted = f"{lowest:g} to {highest:g}"
         raise RequestInvalid(f"{field} is {found}, wanted {wanted}", field=field, found=found, wanted=wanted)
+
+
+def one_of(field: str, found: str, wanted: Sequence[str]) -> None:
+    """Raises RequestInvalid unless `found` is one of the words."""
+    if found not in wanted:
+        words = " or ".join(wanted)
+        raise RequestInvalid(f"{field} is {found!r}, wanted {words}", field=field, found=found, wanted=words)
 
 
 def checked_timeout(timeout_seconds: float) -> float:

@@ -42,11 +42,10 @@ class Hold(Held):
 class Session(MappedSession):
     """Made by `Client.session`; a context that ends the session. Safe to use from threads, one call at a time."""
 
-    def __init__(self, rpc: Rpc, options: SessionOptions) -> None:
-        """Opens the session. Raises SlotcarError."""
+    def __init__(self, rpc: Rpc, options: SessionOptions, socket_path: str | None = None) -> None:
         self._rows: Mapping | None = None
         self._follower: RowsFollower | None = None
-        super().__init__(rpc, options)
+        super().__init__(rpc, options, socket_path)
 
     # Holds
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Mapping as ReadOnlyDict
 from functools import partial
 from types import TracebackType
@@ -19,14 +19,30 @@ import grpc
 from slotcar.v1 import engine_service_pb2, model_pb2
 
 from slotcar_client import convert
-from slotcar_client.effects import Advance, Call, Effect, Forward, Open, Plan, Stale, Wait, performed, run
+from slotcar_client.effects import (
+    Advance,
+    Call,
+    Collect,
+    Effect,
+    Forward,
+    Open,
+    Pause,
+    Plan,
+    Send,
+    Stale,
+    Use,
+    Wait,
+    performed,
+    run,
+)
 from slotcar_client.entries import Entry
 from slotcar_client.errors import SessionClosed, SlotcarError, from_rpc_error
 from slotcar_client.options import SessionOptions
+from slotcar_client.pending import PendingForward
 from slotcar_client.rpc import Rpc
 from slotcar_client.session_state import DEFAULT_MAPPING_ID, SessionState
 from slotcar_client.session_stream import SessionStream
-from slotcar_client.transports import make_transport
+from slotcar_client.transports.choice import Choice
 from slotcar_client.values import Layout, Mapping, ServerInfo
 
 if TYPE_CHECKING:
@@ -38,15 +54,15 @@ T = TypeVar("T")
 class MappedSession:
     """Safe to use from threads, one call at a time; a context that closes it."""
 
-    def __init__(self, rpc: Rpc, options: SessionOptions) -> None:
-        """Opens or joins the session. Raises SlotcarError."""
+    def __init__(self, rpc: Rpc, options: SessionOptions, socket_path: str | None = None) -> None:
+        """Opens or joins the session; `socket_path` is the server's, if it is at a unix socket. Raises SlotcarError."""
         self._rpc = rpc
         self._state = SessionState(options, time.monotonic)
         # Reentrant for a signal handler that closes the session in the middle of a call of the same thread.
         self._lock = threading.RLock()
         self._closed = threading.Event()
         self._queued: set[grpc.Future[Any]] = set()
-        self._transport = make_transport(options.transport, rpc)
+        self._choice = Choice(rpc, options, socket_path)
         self._stream: SessionStream | None = None
         try:
             self._run(self._state.open())
@@ -88,8 +104,13 @@ class MappedSession:
 
     @property
     def transport(self) -> str:
-        """The transport in use: "stream" or "unary"."""
-        return self._transport.name
+        """The transport in use: "direct", "ring", "stream" or "unary"."""
+        return self._choice.transport.name
+
+    @property
+    def transport_reason(self) -> str:
+        """Why it is no faster one: what each of those lacks, or that it was asked for; empty for the fastest."""
+        return self._choice.reason
 
     @property
     def recoveries(self) -> dict[str, int]:
@@ -145,6 +166,25 @@ class MappedSession:
         """
         return self._run(self._state.forward(inputs, row_counts, base, mapping))
 
+    def forward_async(
+        self,
+        inputs: ReadOnlyDict[str, torch.Tensor],
+        row_counts: Sequence[int] | None = None,
+        base: ReadOnlyDict[str, torch.Tensor] | None = None,
+        *,
+        mapping: Mapping | None = None,
+    ) -> PendingForward:
+        """`forward`, whose result, or failure, its handle gives when it is wanted: several may be under way, in order.
+
+        On the ring it returns when the tensors are in shared memory; when there is no room for them, it waits for the
+        oldest. On another plane it computes at once. Do not change `inputs` and `base` before the result is there: a
+        call that has to be repeated, as after a re-map, reads them again. Closing the session ends what is under way
+        with SessionClosed.
+        """
+        return PendingForward(
+            self._steps, self._is_done, self._state.forward(inputs, row_counts, base, mapping, ahead=True)
+        )
+
     # The end
 
     def close(self) -> None:
@@ -158,7 +198,7 @@ class MappedSession:
         for future in tuple(self._queued):
             future.cancel()
         with self._lock:
-            self._transport.close()
+            self._choice.close()
             run(self._state.close(), self._rpc.perform)
             stream = self._stream
             if stream is not None:
@@ -177,33 +217,41 @@ class MappedSession:
     # How plans are run
 
     def _run(self, plan: Plan[T]) -> T:
-        advance: Advance = partial(next, plan)
         try:
-            while True:
-                with self._lock:
-                    self._check_open()
-                    while not (effect := advance()).lends:
-                        advance = performed(plan, self._perform, effect)
-                advance = performed(plan, self._perform, effect)
+            self._steps(plan, partial(next, plan))
         except StopIteration as end:
             result: T = end.value
             return result
+        raise AssertionError("only what forward_async runs may pause")
+
+    def _steps(self, plan: Plan[Any], advance: Advance) -> Pause:
+        """Runs the plan until it pauses. Raises StopIteration with its result when it ends."""
+        while True:
+            with self._lock:
+                self._check_open()
+                while not (effect := advance()).lends:
+                    advance = performed(plan, self._perform, effect)
+            if isinstance(effect, Pause):
+                return effect
+            advance = performed(plan, self._perform, effect)
+
+    def _is_done(self, pause: Pause) -> bool:
+        with self._lock:
+            return self._closed.is_set() or pause.sent.done()
 
     def _perform(self, effect: Effect) -> Any:
-        match effect:
-            case Call():
-                return self._queue(effect) if effect.lends else self._transport.call(effect)
-            case Forward():
-                return self._transport.forward(effect)
-            case Open():
-                return self._open(effect.request)
-            case Wait():
-                if self._closed.wait(effect.seconds):
-                    raise SessionClosed("the session was closed while a call waited for the server")
-            case Stale():
-                if self._state.options.on_stale is not None:
-                    self._state.options.on_stale(effect.mapping, effect.error)
-        return None
+        return _PERFORM[type(effect)](self, effect)
+
+    def _wait(self, wait: Wait) -> None:
+        if self._closed.wait(wait.seconds):
+            raise SessionClosed("the session was closed while a call waited for the server")
+
+    def _tell_stale(self, stale: Stale) -> None:
+        if self._state.options.on_stale is not None:
+            self._state.options.on_stale(stale.mapping, stale.error)
+
+    def _call(self, call: Call) -> Any:
+        return self._queue(call) if call.lends else self._choice.transport.call(call)
 
     def _queue(self, call: Call) -> Any:
         """A call that the server may queue, which `close` cancels."""
@@ -221,10 +269,8 @@ class MappedSession:
             future.cancel()
             self._queued.discard(future)
 
-    def _open(
-        self, request: engine_service_pb2.OpenSessionRequest | engine_service_pb2.JoinSessionRequest
-    ) -> engine_service_pb2.SessionOpened:
-        stream = SessionStream(self._rpc, request, self._resume)
+    def _open(self, effect: Open) -> engine_service_pb2.SessionOpened:
+        stream = SessionStream(self._rpc, effect.request, self._resume)
         if self._stream is not None:
             self._stream.cancel()
         self._stream = stream
@@ -240,3 +286,15 @@ class MappedSession:
         self._rpc.check_usable()
         if self._closed.is_set():
             raise SessionClosed("the session is closed")
+
+
+_PERFORM: dict[type[Effect], Callable[[MappedSession, Any], Any]] = {
+    Forward: lambda session, forward: session._choice.transport.forward(forward),
+    Send: lambda session, send: session._choice.transport.send(send.forward),
+    Collect: lambda session, collect: collect.sent.collect(session._rpc.timeout_seconds),
+    Call: MappedSession._call,
+    Open: MappedSession._open,
+    Use: lambda session, use: session._choice.use(use.opened),
+    Wait: MappedSession._wait,
+    Stale: MappedSession._tell_stale,
+}

@@ -16,7 +16,7 @@ from slotcar.v1 import adapter_service_pb2, engine_service_pb2, model_pb2
 
 from slotcar_client import convert, protocol
 from slotcar_client.config import client_version
-from slotcar_client.effects import Call, Forward, ForwardCall, Open, Plan, Stale, Wait
+from slotcar_client.effects import Call, Collect, Forward, ForwardCall, Open, Pause, Plan, Send, Stale, Use, Wait
 from slotcar_client.entries import Entries, Entry, parse_entries
 from slotcar_client.errors import (
     DeadlineExceeded,
@@ -36,6 +36,8 @@ from slotcar_client.values import Held, Mapping, ServerInfo
 
 if TYPE_CHECKING:
     import torch
+
+    from slotcar_client.transports.base import Sent
 
 T = TypeVar("T")
 HeldT = TypeVar("HeldT", bound=Held)
@@ -101,7 +103,14 @@ class SessionState:
 
     def open(self) -> Plan[None]:
         """Opens the session for the first time."""
-        yield from self._recovered(self._open)
+
+        def attempt() -> Plan[None]:
+            if self._opened is None:
+                yield from self._open()
+            else:  # it is only that the transport could not be had
+                yield Use(self._opened)
+
+        yield from self._recovered(attempt)
 
     def resume(self) -> Plan[None]:
         """Tries to resume the session, whose stream just ended, until its grace is over or another call did.
@@ -186,15 +195,36 @@ class SessionState:
         row_counts: Sequence[int] | None,
         base: ReadOnlyDict[str, torch.Tensor] | None,
         mapping: Mapping | None,
+        *,
+        ahead: bool = False,
     ) -> Plan[dict[str, torch.Tensor]]:
+        """ahead: the first attempt pauses between the Forward and its answer, if the transport can go on meanwhile."""
         wanted = self.current(mapping)
         call = ForwardCall(inputs, protocol.counts_for(wanted, row_counts), base)
 
         def attempt() -> Plan[dict[str, torch.Tensor]]:
-            outputs: dict[str, torch.Tensor] = yield Forward(call, self.current(wanted), self.opened, self.options.rank)
-            return outputs
+            nonlocal ahead
+            if ahead:
+                ahead = False
+                outputs = yield from self._sent(call, wanted)
+                if outputs is not None:
+                    return outputs
+            answer: dict[str, torch.Tensor] = yield self._forward(call, wanted)
+            return answer
 
         return (yield from self._recovered(attempt, wanted))
+
+    def _forward(self, call: ForwardCall, wanted: Mapping) -> Forward:
+        return Forward(call, self.current(wanted), self.opened, self.options.rank)
+
+    def _sent(self, call: ForwardCall, wanted: Mapping) -> Plan[dict[str, torch.Tensor] | None]:
+        """What came of sending the Forward ahead; None when it is to be computed without."""
+        sent: Sent | None = yield Send(self._forward(call, wanted))
+        if sent is None:
+            return None
+        yield Pause(sent)
+        outputs: dict[str, torch.Tensor] | None = yield Collect(sent)
+        return outputs
 
     def fence(self) -> Plan[None]:
         def attempt() -> Plan[None]:
@@ -280,6 +310,7 @@ class SessionState:
             yield from self._end(opened.session)
             raise
         self._opened = opened
+        yield Use(opened)
 
     def _recovered(self, attempt: Callable[[], Plan[T]], mapping: Mapping | None = None) -> Plan[T]:
         """The result of `attempt`, repeated after what `next_step` says, at most MAX_STEPS times without the waits.

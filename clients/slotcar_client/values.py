@@ -227,7 +227,7 @@ class Mapping:
     """Entries resolved at one layout version.
 
     `entries` has "name@digest" or BASE for each entry, `digests` the digest of each ref as the caller wrote it,
-    `row_counts` the caller's counts or None when it gave none.
+    `row_counts` the caller's counts or None when it gave none, `slots` the slot of each entry, None for BASE.
     """
 
     mapping_id: int
@@ -235,6 +235,7 @@ class Mapping:
     entries: tuple[Target, ...]
     digests: ReadOnlyDict[str, str] = field(hash=False)
     row_counts: tuple[int, ...] | None
+    slots: tuple[int | None, ...] = ()
 
     @property
     def generation(self) -> int:

@@ -13,7 +13,7 @@ from slotcar_kernels import eager, native
 from slotcar_kernels.plan import Plan
 from slotcar_kernels.sites import SiteSlots
 
-__all__ = ["Kernel", "lora_forward", "prepare"]
+__all__ = ["BEST", "Kernel", "captured", "check_matrix", "check_sites", "isa_for", "lora_forward", "prepare"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -29,7 +29,7 @@ class Kernel:
     threads: int = 1
 
 
-_BEST = Kernel()
+BEST = Kernel()
 
 
 def lora_forward(
@@ -38,7 +38,7 @@ def lora_forward(
     sites: Sequence[SiteSlots],
     outs: Sequence[Tensor],
     bases: Sequence[Tensor | None] | None = None,
-    kernel: Kernel = _BEST,
+    kernel: Kernel = BEST,
 ) -> None:
     """out = base + scales[s] · (x a[s]ᵀ) b[s] for the rows of slot s at each site; out = base for BASE rows.
 
@@ -64,7 +64,7 @@ def prepare(
     sites: Sequence[SiteSlots],
     outs: Sequence[Tensor],
     bases: Sequence[Tensor | None] | None = None,
-    kernel: Kernel = _BEST,
+    kernel: Kernel = BEST,
 ) -> Callable[[], None]:
     """`lora_forward` without the computation: each call of the result computes from what x, slots and bases have then.
 
@@ -72,15 +72,30 @@ def prepare(
     """
     bases = [None] * len(sites) if bases is None else bases
     _check(plan, x, sites, outs, bases)
-    isa = _isa(kernel, sites)
+    isa = isa_for(kernel, sites)
     if isa is None:
-        sites = [replace(site, ranks=tuple(site.ranks), scales=tuple(site.scales)) for site in sites]
-        return partial(eager.lora_forward, plan, x, sites, outs, bases)
-    return native.PreparedCall(plan, x, native.Places(sites, outs, bases), isa, kernel.threads)
+        return partial(eager.lora_forward, plan, x, captured(sites), outs, bases)
+    call = native.PreparedCall(plan, x.dtype, sites, (isa, kernel.threads))
+    call.point(x, outs, bases)
+    return partial(_run, call, (x, outs, bases))
 
 
-def _isa(kernel: Kernel, sites: Sequence[SiteSlots]) -> str | None:
-    """The instruction set for the compiled kernel, or None for torch: the one place that decides."""
+def _run(call: native.PreparedCall, _kept_alive: object) -> None:
+    status = call.run()
+    if status:
+        raise call.refusal(status)
+
+
+def captured(sites: Sequence[SiteSlots]) -> list[SiteSlots]:
+    """The same slots, with the ranks and scales of now."""
+    return [replace(site, ranks=tuple(site.ranks), scales=tuple(site.scales)) for site in sites]
+
+
+def isa_for(kernel: Kernel, sites: Sequence[SiteSlots]) -> str | None:
+    """The instruction set for the compiled kernel, or None for torch: the one place that decides.
+
+    Raises ValueError when the kernel that is asked for is not there.
+    """
     if kernel.name == "torch":
         return None
     best = native.best_isa()
@@ -94,24 +109,33 @@ def _isa(kernel: Kernel, sites: Sequence[SiteSlots]) -> str | None:
     raise ValueError(f"no kernel {kernel.name!r} for these slots here; there is {native.backend()}")
 
 
-def _check(
-    plan: Plan, x: Tensor, sites: Sequence[SiteSlots], outs: Sequence[Tensor], bases: Sequence[Tensor | None]
-) -> None:
-    if x.dtype not in _DTYPES:
-        raise ValueError(f"x is {x.dtype}, wanted one of {_DTYPES}")
-    if not len(sites) == len(outs) == len(bases):
-        raise ValueError(f"{len(sites)} sites, {len(outs)} outs and {len(bases)} bases")
-    for site, out, base in zip(sites, outs, bases, strict=True):
-        _check_matrix("x", x, plan.rows, site.in_features, x.dtype)
-        _check_matrix("out", out, plan.rows, site.out_features, x.dtype)
-        if not out.is_contiguous() and plan.rows > 1 and out.stride(0) < site.out_features:
-            raise ValueError(f"rows of out lie over each other, wanted a row stride of at least {site.out_features}")
-        if base is not None:
-            _check_matrix("base", base, plan.rows, site.out_features, x.dtype)
+def check_sites(plan: Plan, dtype: torch.dtype, sites: Sequence[SiteSlots]) -> None:
+    """Raises ValueError unless the plan can be computed at these sites for one x of this dtype."""
+    if dtype not in _DTYPES:
+        raise ValueError(f"x is {dtype}, wanted one of {_DTYPES}")
+    for site in sites:
+        if site.in_features != sites[0].in_features:
+            raise ValueError(f"sites of {sites[0].in_features} and {site.in_features} features, wanted one input")
         _check_slots(plan, site)
 
 
-def _check_matrix(name: str, tensor: Tensor, rows: int, columns: int, dtype: torch.dtype) -> None:
+def _check(
+    plan: Plan, x: Tensor, sites: Sequence[SiteSlots], outs: Sequence[Tensor], bases: Sequence[Tensor | None]
+) -> None:
+    if not len(sites) == len(outs) == len(bases):
+        raise ValueError(f"{len(sites)} sites, {len(outs)} outs and {len(bases)} bases")
+    check_sites(plan, x.dtype, sites)
+    for site, out, base in zip(sites, outs, bases, strict=True):
+        check_matrix("x", x, plan.rows, site.in_features, x.dtype)
+        check_matrix("out", out, plan.rows, site.out_features, x.dtype)
+        if not out.is_contiguous() and plan.rows > 1 and out.stride(0) < site.out_features:
+            raise ValueError(f"rows of out lie over each other, wanted a row stride of at least {site.out_features}")
+        if base is not None:
+            check_matrix("base", base, plan.rows, site.out_features, x.dtype)
+
+
+def check_matrix(name: str, tensor: Tensor, rows: int, columns: int, dtype: torch.dtype) -> None:
+    """Raises ValueError unless the tensor is [rows, columns] of the dtype on the CPU, each row without gaps."""
     if tensor.shape != (rows, columns) or tensor.dtype != dtype or not tensor.is_cpu:
         found, wanted = (tuple(tensor.shape), tensor.dtype), ((rows, columns), dtype)
         raise ValueError(f"{name} is {found} on {tensor.device}, wanted {wanted} on the CPU")

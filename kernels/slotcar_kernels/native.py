@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
@@ -16,23 +16,15 @@ from torch import Tensor
 from slotcar_kernels.plan import Plan
 from slotcar_kernels.sites import SiteSlots
 
-__all__ = ["ISAS", "Places", "PreparedCall", "available", "backend", "best_isa", "takes"]
+__all__ = ["DTYPE_NUMBERS", "ISAS", "PreparedCall", "available", "backend", "best_isa", "fill", "library", "takes"]
 
 ISAS = ("portable", "avx2", "avx512", "avx512-bf16")  # in the order of the library's numbers, the best last
 
 _LIBRARY = Path(__file__).with_name("_native.so")
-_ABI_VERSION = 1
+_ABI_VERSION = 2
 _MAX_RANK = 16384
-_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+DTYPE_NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _REFUSALS = {1: "the plan has positions, rows or slots out of range, wanted each row once", 2: "a rank is too high"}
-
-
-class Places(NamedTuple):
-    """The sites that share an input, and for each where its results go and what is added to them."""
-
-    sites: Sequence[SiteSlots]
-    outs: Sequence[Tensor]
-    bases: Sequence[Tensor | None]
 
 
 class _Batch(ctypes.Structure):
@@ -69,10 +61,18 @@ class _Site(ctypes.Structure):
     )
 
 
-class _Loaded(NamedTuple):
-    """The library's function and the best instruction set it has here, or why there is none."""
+# Where in the words of a batch, and of a site, the tensors are; each field is one word.
+_WORD = 8
+_X, _X_STRIDE = (field.offset // _WORD for field in (_Batch.x, _Batch.x_stride))
+_OUT, _OUT_STRIDE = (field.offset // _WORD for field in (_Site.out, _Site.out_stride))
+_BASE, _BASE_STRIDE = (field.offset // _WORD for field in (_Site.base, _Site.base_stride))
+_BATCH_WORDS, _SITE_WORDS = (ctypes.sizeof(struct) // _WORD for struct in (_Batch, _Site))
 
-    forward: Callable[..., int] | None
+
+class _Loaded(NamedTuple):
+    """The library and the best instruction set it has here, or why there is none."""
+
+    library: ctypes.CDLL | None
     isa: str | None
     why_not: str
 
@@ -93,20 +93,31 @@ def best_isa() -> str | None:
     return _loaded().isa
 
 
+def library() -> ctypes.CDLL | None:
+    """The library, for other modules of this package: the headers in native/ say what it has. None without one."""
+    return _loaded().library
+
+
 def takes(site: SiteSlots) -> bool:
     """Whether the kernel can read these slots: rows of A and B contiguous, and no rank beyond its scratch."""
     return site.a.stride(2) == 1 and site.b.stride(2) == 1 and site.a.shape[1] <= _MAX_RANK
 
 
 class PreparedCall:
-    """As cpu.prepare, which has checked the arguments: the library reads and writes where these say, at each run.
+    """A plan at sites, for the tensors that `point` names; as cpu.prepare, which has checked the arguments."""
 
-    Raises ValueError when the plan's order is not what the library reads.
-    """
+    def __init__(
+        self,
+        plan: Plan,
+        dtype: torch.dtype,
+        sites: Sequence[SiteSlots],
+        kernel: tuple[str, int],
+        guard: ctypes.Structure | None = None,
+    ) -> None:
+        """`kernel` is one of ISAS and the number of threads; with `guard`, a SlotcarGuard, each run is a unit.
 
-    def __init__(self, plan: Plan, x: Tensor, places: Places, isa: str, threads: int = 1) -> None:
-        forward = _loaded().forward
-        assert forward is not None, "the caller asked for the best instruction set, and there is none"
+        Raises ValueError when the plan's order is not what the library reads.
+        """
         order = plan.order
         if order is not None and not (
             order.shape == (plan.rows,) and order.dtype == torch.int64 and order.is_contiguous()
@@ -114,36 +125,64 @@ class PreparedCall:
             raise ValueError(f"the plan's order is {tuple(order.shape)} {order.dtype}, wanted {plan.rows} int64")
         segments = array("q", chain.from_iterable(plan.segments))
         base_ranges = array("q", chain.from_iterable(plan.base_ranges))
-        self._isa = isa
-        self._batch = _Batch(
-            plan.rows,
-            None if order is None else order.data_ptr(),
-            _address(segments),
-            len(plan.segments),
-            _address(base_ranges),
-            len(plan.base_ranges),
-            x.data_ptr(),
-            x.stride(0),
-            x.shape[1],
-            _DTYPES[x.dtype],
-        )
         slots = [segment[0] for segment in plan.segments]
-        ranks = [array("q", [site.ranks[slot] for slot in slots]) for site in places.sites]
-        scales = [array("f", [site.scales[slot] for slot in slots]) for site in places.sites]
-        self._sites = (_Site * len(places.sites))(*map(_site, *places, ranks, scales))
-        self._kept_alive = (order, segments, base_ranges, x, places, ranks, scales)
-        self._call = partial(
-            forward, ctypes.byref(self._batch), self._sites, len(self._sites), ISAS.index(isa), threads
+        ranks = [array("q", [site.ranks[slot] for slot in slots]) for site in sites]
+        scales = [array("f", [site.scales[slot] for slot in slots]) for site in sites]
+        batch = _Batch(
+            rows=plan.rows,
+            order=None if order is None else order.data_ptr(),
+            segments=_address(segments),
+            segment_count=len(plan.segments),
+            base_ranges=_address(base_ranges),
+            base_range_count=len(plan.base_ranges),
+            in_features=sites[0].in_features if sites else 0,
+            dtype=DTYPE_NUMBERS[dtype],
         )
+        # The structs one after the other, as words, which are faster to change than fields of structs.
+        self._words = array("q", b"".join(map(bytes, (batch, *map(_site, sites, ranks, scales)))))
+        self._firsts = range(_BATCH_WORDS, len(self._words), _SITE_WORDS)
+        self._outs = [site + _OUT for site in self._firsts]
+        self._kept_alive = (order, segments, base_ranges, sites, ranks, scales, guard)
+        self._isa, threads = kernel
+        at = _address(self._words)
+        arguments = at, at + ctypes.sizeof(_Batch), len(sites), ISAS.index(self._isa), threads
+        self.run: Callable[[], int] = partial(_library().slotcar_lora_forward, *arguments)
+        """Computes; 0, or a status of native/lora.h or native/guard.h that says why nothing may be used."""
+        if guard is not None:
+            self.run = partial(_library().slotcar_guarded_forward, ctypes.addressof(guard), *arguments)
 
-    def __call__(self) -> None:
-        """Raises ValueError when the plan names rows that are not there; then nothing was written."""
-        status = self._call()
-        if status:
-            raise ValueError(_REFUSALS.get(status, f"the library has no kernel for {self._isa} here"))
+    def point(self, x: Tensor, outs: Sequence[Tensor], bases: Sequence[Tensor | None]) -> None:
+        """From now on each run reads and writes these tensors, which the caller keeps alive."""
+        words = self._words
+        for site, out, base in zip(self._firsts, outs, bases, strict=True):
+            words[site + _OUT_STRIDE] = out.stride(0)
+            words[site + _BASE], words[site + _BASE_STRIDE] = (
+                (0, 0) if base is None else (base.data_ptr(), base.stride(0))
+            )
+        self.point_alike(x, outs)
+
+    def point_alike(self, x: Tensor, outs: Iterable[Tensor]) -> None:
+        """`point` for outs with the strides of those before, and the same bases."""
+        words = self._words
+        words[_X], words[_X_STRIDE] = x.data_ptr(), x.stride()[0]
+        for at, out in zip(self._outs, outs, strict=True):
+            words[at] = out.data_ptr()
+
+    def refusal(self, status: int) -> ValueError:
+        """What a status of native/lora.h other than 0 means; nothing was written then."""
+        return ValueError(_REFUSALS.get(status, f"the library has no kernel for {self._isa} here"))
 
 
-def _site(site: SiteSlots, out: Tensor, base: Tensor | None, ranks: array[int], scales: array[float]) -> _Site:
+def fill(arrays: array[int], count: int, dtype: torch.dtype, isa: str) -> None:
+    """Writes `count` arrays of slots of `dtype`, each as its words in `arrays` say: those of SlotcarFill in lora.h.
+
+    The caller has checked them. Raises ValueError when the instruction set is not there; then nothing was written.
+    """
+    if _library().slotcar_fill(_address(arrays), count, DTYPE_NUMBERS[dtype], ISAS.index(isa)):
+        raise ValueError(f"the library has no kernel for {isa} here")
+
+
+def _site(site: SiteSlots, ranks: array[int], scales: array[float]) -> _Site:
     a, b = site.a, site.b
     a_slot_stride, a_row_stride, _ = a.stride()
     b_slot_stride, b_row_stride, _ = b.stride()
@@ -154,19 +193,21 @@ def _site(site: SiteSlots, out: Tensor, base: Tensor | None, ranks: array[int], 
         a_row_stride,
         b_slot_stride,
         b_row_stride,
-        _DTYPES[a.dtype],
+        DTYPE_NUMBERS[a.dtype],
         _address(ranks),
         _address(scales),
         b.shape[2],
-        out.data_ptr(),
-        out.stride(0),
-        None if base is None else base.data_ptr(),
-        0 if base is None else base.stride(0),
     )
 
 
 def _address(values: array[int] | array[float]) -> int:
     return values.buffer_info()[0]
+
+
+def _library() -> ctypes.CDLL:
+    library = _loaded().library
+    assert library is not None, "the caller asked for the best instruction set, and there is none"
+    return library
 
 
 @cache
@@ -184,7 +225,13 @@ def _loaded() -> _Loaded:
         return _Loaded(None, None, f"the compiled kernel does not load: {error}")
     if version != _ABI_VERSION:
         return _Loaded(None, None, f"the compiled kernel has version {version}, wanted {_ABI_VERSION}: build it again")
-    forward = library.slotcar_lora_forward
-    forward.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
-    forward.restype = ctypes.c_int64
-    return _Loaded(forward, ISAS[library.slotcar_best_isa()], "")
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    for function, arguments in (
+        (library.slotcar_lora_forward, (pointer, pointer, number, number, number)),
+        (library.slotcar_fill, (pointer, number, number, number)),
+        (library.slotcar_guarded_forward, (pointer, pointer, pointer, number, number, number)),
+        (library.slotcar_guard_begin, (pointer, number)),
+        (library.slotcar_guard_end, (pointer,)),
+    ):
+        function.argtypes, function.restype = arguments, number
+    return _Loaded(library, ISAS[library.slotcar_best_isa()], "")

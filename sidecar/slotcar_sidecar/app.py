@@ -1,32 +1,29 @@
-"""Builds the server, runs it and shuts it down; the only place that makes threads, clocks and sockets."""
+"""Builds the server, runs it and shuts it down; with sockets.py the only place that makes threads, clocks, sockets."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import ctypes
-import fcntl
 import functools
 import logging
-import os
+import platform
 import secrets
 import signal
 import socket
-import stat
+import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
-from pathlib import Path
-from urllib.parse import quote
 
-from grpc import aio
 from grpc_health.v1 import health_pb2
 from prometheus_client import start_http_server
 from slotcar.shm.slots import EPOCH_BYTES
 
 from slotcar_sidecar.cache import AdapterCache
-from slotcar_sidecar.config import Address, Config, TcpAddress, UnixAddress
+from slotcar_sidecar.config import PLANES, Config, TcpAddress, UnixAddress
 from slotcar_sidecar.core.errors import SlotcarError
 from slotcar_sidecar.core.events import EventLog
 from slotcar_sidecar.core.ids import Epoch
@@ -39,12 +36,18 @@ from slotcar_sidecar.device.cpu import CpuDevice
 from slotcar_sidecar.device.threads import compute_pool_initializer
 from slotcar_sidecar.ops import logs
 from slotcar_sidecar.ops.metrics import Metrics, Snapshot
+from slotcar_sidecar.ring.handshake import Handshakes
+from slotcar_sidecar.ring.rings import RingLimits, Rings, SlotsDescriptor, Surroundings
+from slotcar_sidecar.ring.thread import RingThread
 from slotcar_sidecar.rpc.health import Health
 from slotcar_sidecar.rpc.server import Rpc, make_server
+from slotcar_sidecar.sockets import StartError, bind, claimed, handshake_path, listen_for_handshakes
 from slotcar_sidecar.store.host import HostTierLru
 from slotcar_sidecar.store.model import model_spec_from_file, model_spec_from_folder
 from slotcar_sidecar.store.source import LocalSource
 from slotcar_sidecar.store.tiers import SourceAndHost
+
+__all__ = ["StartError", "announce", "offered_planes", "read_model", "run"]
 
 _log = logging.getLogger("slotcar")
 
@@ -54,10 +57,8 @@ _QUIET_SECONDS = 0.5
 _CLOSE_SECONDS = 2.0
 _SNAPSHOT_SECONDS = 5.0
 _TRIM_SECONDS = 20.0
-
-
-class StartError(Exception):
-    """Why the server cannot start."""
+_SWITCH_SECONDS = 0.0005
+_ORDERED_MACHINES = ("x86_64", "AMD64")
 
 
 def announce(config: Config) -> None:
@@ -76,22 +77,27 @@ async def run(config: Config) -> None:
         loop.add_signal_handler(number, stop.set)
     _keep_freed_memory()
     with contextlib.ExitStack() as resources:
+        planes = offered_planes(config)
         for address in config.addresses:
             if isinstance(address, UnixAddress):
-                resources.enter_context(_claimed(address.path))
+                resources.enter_context(claimed(address.path))
+                if len(planes) > 1:
+                    resources.enter_context(claimed(handshake_path(address), socket.SOCK_SEQPACKET))
         metrics = Metrics()
         cache = _make_cache(config, metrics, resources)
+        rings = _serve_rings(config, planes, cache, metrics, resources)
         if config.metrics_address is not None:
             _serve_metrics(config.metrics_address, metrics, resources)
-        rpc = make_server(cache, config.max_message_bytes, config.heartbeat_seconds, metrics.rpc)
-        served = [_bind(rpc.server, address) for address in config.addresses]
+        rpc = make_server(cache, config.max_message_bytes, config.heartbeat_seconds, metrics.rpc, planes)
+        served = [bind(rpc.server, address) for address in config.addresses]
         await rpc.server.start()
         await _set_health(rpc.health, serving=True)
         where = " and ".join(str(address) for address in served)
-        _log.info("serving", extra={"fields": {"at": where, "epoch": cache.layout.epoch, "slots": config.slots}})
-        chores = [asyncio.create_task(chore) for chore in (_expire(cache), _return_freed_memory())]
+        facts = {"at": where, "epoch": cache.layout.epoch, "slots": config.slots, "planes": " ".join(planes)}
+        _log.info("serving", extra={"fields": facts})
+        chores = [asyncio.create_task(chore) for chore in (_expire(cache, rings), _return_freed_memory())]
         await stop.wait()
-        await _shut_down(rpc, cache, config.shutdown_seconds)
+        await _shut_down(rpc, cache, rings, config.shutdown_seconds)
         for chore in chores:
             chore.cancel()
         await _end_tasks()
@@ -161,6 +167,62 @@ def read_model(config: Config) -> ModelSpec | None:
     return None
 
 
+def offered_planes(config: Config) -> tuple[str, ...]:
+    """What the settings and this machine allow: shared memory needs a unix socket, and ordered reads and writes."""
+    is_ordered = platform.machine() in _ORDERED_MACHINES or CpuDevice.kernel != "torch"
+    shares = is_ordered and any(isinstance(address, UnixAddress) for address in config.addresses)
+    return tuple(plane for plane in PLANES if plane in config.planes and (plane == "stream" or shares))
+
+
+def _serve_rings(
+    config: Config, planes: tuple[str, ...], cache: AdapterCache, metrics: Metrics, resources: contextlib.ExitStack
+) -> Rings:
+    """Starts the threads of rings and listens for hand-shakes; without a plane in shared memory there are none."""
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    # It has no effect but that a system call of the thread that gets it returns.
+    signal.signal(signal.SIGURG, lambda *_: None)
+    threads: dict[RingThread, threading.Thread] = {}
+
+    def call_back(ring: RingThread) -> None:
+        ident = threads[ring].ident
+        assert ident is not None
+        signal.pthread_kill(ident, signal.SIGURG)
+
+    tell = asyncio.get_running_loop().call_soon_threadsafe
+    around = Surroundings(tell, call_back, functools.partial(_slots_descriptor, cache), metrics.rpc)
+    shared = tuple(plane for plane in planes if plane != "stream")
+    limits = RingLimits(shared, config.ring_bytes, config.max_rings)
+    rings = Rings(cache, limits, config.compute_threads if shared else 0, around)
+    for number, ring in enumerate(rings.threads):
+        threads[ring] = threading.Thread(target=_run_ring, args=(ring,), name=f"ring-{number}")
+        threads[ring].start()
+    resources.callback(_end_rings, rings, threads.values())
+    handshakes = Handshakes(rings, version("slotcar"), metrics.rpc)
+    resources.callback(handshakes.close)
+    for address in config.addresses if shared else ():
+        if isinstance(address, UnixAddress):
+            path = handshake_path(address)
+            handshakes.listen(listen_for_handshakes(path), path)
+    return rings
+
+
+def _run_ring(ring: RingThread) -> None:
+    compute_pool_initializer(1)
+    ring.run()
+
+
+def _end_rings(rings: Rings, threads: Iterable[threading.Thread]) -> None:
+    rings.close()
+    for thread in threads:
+        thread.join()
+    rings.finish()
+
+
+def _slots_descriptor(cache: AdapterCache) -> SlotsDescriptor | None:
+    file = cache.device.file if isinstance(cache.device, CpuDevice) else None
+    return None if file is None else SlotsDescriptor(file.descriptor, file.geometry.total_bytes)
+
+
 def _read_snapshot(loop: asyncio.AbstractEventLoop, cache: AdapterCache) -> Snapshot:
     """The cache's owner is one thread; scrapes come in others."""
     return asyncio.run_coroutine_threadsafe(_snapshot(cache), loop).result(_SNAPSHOT_SECONDS)
@@ -172,13 +234,14 @@ async def _snapshot(cache: AdapterCache) -> Snapshot:
     return Snapshot(residency.layout, cache.capacity(), pins, len(residency.holds))
 
 
-async def _expire(cache: AdapterCache) -> None:
+async def _expire(cache: AdapterCache, rings: Rings) -> None:
     while True:
         await asyncio.sleep(_EXPIRY_SECONDS)
+        rings.look()
         cache.expire()
 
 
-async def _shut_down(rpc: Rpc, cache: AdapterCache, seconds: float) -> None:
+async def _shut_down(rpc: Rpc, cache: AdapterCache, rings: Rings, seconds: float) -> None:
     """Takes no new sessions or loads, serves until no Forward has come for a moment or the time is over, and closes."""
     _log.info("shutting down", extra={"fields": {"sessions": len(cache.sessions), "deadline_seconds": seconds}})
     await _set_health(rpc.health, serving=False)
@@ -189,6 +252,7 @@ async def _shut_down(rpc: Rpc, cache: AdapterCache, seconds: float) -> None:
         if not cache.forwards_in_flight and now - max(cache.last_forward_at, start) > _QUIET_SECONDS:
             break
         await asyncio.sleep(_QUIET_SECONDS / 10)
+    rings.close()
     cache.close()
     await rpc.server.stop(_CLOSE_SECONDS)
     _log.info("stopped")
@@ -218,89 +282,6 @@ def _serve_metrics(address: TcpAddress, metrics: Metrics, resources: contextlib.
     resources.callback(server.shutdown)
     port = server.server_address[1]
     _log.info("metrics", extra={"fields": {"at": f"http://{TcpAddress(address.host, port).authority}/metrics"}})
-
-
-def _bind(server: aio.Server, address: Address) -> Address:
-    """Binds, and returns the address with the port that was given. A unix socket gets mode 0660."""
-    try:
-        if isinstance(address, TcpAddress):
-            port = address.port
-            for host in _resolved(address.host):
-                port = server.add_insecure_port(TcpAddress(host, port).authority)
-            return TcpAddress(address.host, port)
-        umask = os.umask(0o117)
-        try:
-            server.add_insecure_port(f"unix:{quote(str(address.path))}")
-        finally:
-            os.umask(umask)
-        return address
-    except (RuntimeError, OSError) as error:
-        raise StartError(f"cannot listen at {address}: {error}") from error
-
-
-def _resolved(host: str) -> list[str]:
-    """The addresses of a name that this machine has.
-
-    gRPC would be content with any one of them, though another server has the rest.
-    """
-    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    addresses = dict.fromkeys((family, str(address[0])) for family, *_, address in found)
-    usable = [address for family, address in addresses if _is_here(family, address)]
-    if not usable:
-        raise StartError(f"this machine has no address of {host}")
-    return usable
-
-
-def _is_here(family: int, address: str) -> bool:
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((address, 0))
-    except OSError:
-        return False
-    return True
-
-
-@contextlib.contextmanager
-def _claimed(path: Path) -> Iterator[None]:
-    """Owns the socket path while the context is open; gRPC itself would take a live server's path in silence.
-
-    The lock file beside the socket stays, so that two servers can never lock two files of one name.
-    """
-    if not path.parent.is_dir():
-        raise StartError(f"cannot listen at {path}: the folder {path.parent} does not exist")
-    try:
-        lock = os.open(f"{path}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    except OSError as error:
-        raise StartError(f"cannot lock {path}.lock: {error.strerror}") from error
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise StartError(f"another slotcar serves {path}") from None
-        _remove_dead_socket(path)
-        yield
-        path.unlink(missing_ok=True)
-    finally:
-        os.close(lock)
-
-
-def _remove_dead_socket(path: Path) -> None:
-    try:
-        mode = path.lstat().st_mode
-    except FileNotFoundError:
-        return
-    if not stat.S_ISSOCK(mode):
-        raise StartError(f"{path} exists and is not a socket")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            path.unlink()
-            _log.info("took over the socket of a dead server", extra={"fields": {"path": path}})
-            return
-        except OSError as error:
-            raise StartError(f"cannot tell whether {path} is alive: {error.strerror}") from error
-    raise StartError(f"another server listens at {path}")
 
 
 def _keep_freed_memory() -> None:

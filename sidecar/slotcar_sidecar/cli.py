@@ -49,7 +49,7 @@ def _serve_options(command: Command) -> Command:
             kind = int if item.type == "int" else float
         elif metadata.get("size"):
             kind = str
-        elif "choices" in metadata:
+        elif "choices" in metadata and not repeatable:
             kind = click.Choice(metadata["choices"])
         command = click.option(
             f"--{item.name.replace('_', '-')}",
@@ -94,6 +94,8 @@ def _make_config(settings: dict[str, Any]) -> Config:
         value = values[item.name]
         if item.metadata.get("size"):
             values[item.name] = parse_size(item.name, value)
+        elif isinstance(value, tuple) and "choices" in item.metadata:
+            values[item.name] = tuple(name for text in value for name in text.split(",") if name)
         elif "Path" in str(item.type) and value is not None:
             values[item.name] = tuple(map(Path, value)) if isinstance(value, tuple) else Path(value)
     return Config(**values)

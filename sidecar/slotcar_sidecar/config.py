@@ -15,9 +15,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from slotcar.shm.handshake import SUFFIX
+from slotcar.shm.region import MAX_ARENA_BYTES
+
 from slotcar_sidecar.core.model import DTYPES
 
 ENVIRONMENT_PREFIX = "SLOTCAR_"
+PLANES = ("stream", "ring", "direct")
 MAX_SOCKET_PATH_BYTES = 107
 _MAX_MESSAGE_BYTES = 511 << 20
 _SIZE = re.compile(r"(\d+)\s*(|B|KiB|MiB|GiB|TiB)", re.IGNORECASE)
@@ -109,6 +113,9 @@ class Config:
     listen: tuple[str, ...] = _setting(
         ("unix:///run/slotcar/slotcar.sock",), "Where to serve gRPC: unix:///path or tcp://host:port. Repeatable."
     )
+    planes: tuple[str, ...] = _setting(
+        PLANES, "How tensors may travel, with commas between; stream always may.", choices=PLANES
+    )
     insecure: bool = _setting(False, "Allow TCP beyond loopback without TLS.")
     metrics: str | None = _setting(None, "Where to serve /metrics over HTTP, as host:port. Not served without it.")
     base_model: Path | None = _setting(
@@ -125,6 +132,10 @@ class Config:
     max_adapter_bytes: int = _setting(2 << 30, "Largest adapter file.", size=True)
     max_message_bytes: int = _setting(64 << 20, "Largest request.", size=True)
     max_response_bytes: int = _setting(256 << 20, "Largest sum of the outputs of one Forward.", size=True)
+    ring_bytes: int = _setting(
+        256 << 20, "Most shared memory for the tensors of one ring.", size=True, most=MAX_ARENA_BYTES
+    )
+    max_rings: int = _setting(256, "Most connections to shared memory, one for each rank of a session.")
     max_rows: int = _setting(65536, "Most rows of one Forward.")
     max_entries: int = _setting(4096, "Most entries of one mapping.")
     max_adapters: int = _setting(100_000, "Most names of adapters.")
@@ -141,9 +152,7 @@ class Config:
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
-            choices = item.metadata.get("choices")
-            if choices and value not in choices:
-                raise ConfigError(item.name, value, " or ".join(choices))
+            _check_choices(item, value)
             if item.type in ("int", "float") and not value > 0:
                 raise ConfigError(item.name, value, "more than 0")
             most = item.metadata.get("most")
@@ -155,6 +164,8 @@ class Config:
             raise ConfigError("device", "cuda", "cpu: this version computes on the CPU only")
         if self.base_model is not None and self.model_spec is not None:
             raise ConfigError("model_spec", self.model_spec, "either --base-model or --model-spec")
+        if "stream" not in self.planes:
+            raise ConfigError("planes", ",".join(self.planes) or "empty", "stream among them")
         self._check_addresses()
         for root in self.root:
             if not root.is_dir():
@@ -166,6 +177,11 @@ class Config:
         for address in self.addresses:
             if isinstance(address, TcpAddress) and not (address.is_loopback or self.insecure):
                 raise ConfigError("listen", address, "a loopback address, or --insecure")
+            if isinstance(address, UnixAddress) and len(self.planes) > 1:
+                most = MAX_SOCKET_PATH_BYTES - len(SUFFIX)
+                if len(os.fsencode(address.path)) > most:
+                    wanted = f"a path of at most {most} bytes, for a second socket beside it; or --planes stream"
+                    raise ConfigError("listen", address, wanted)
         if self.metrics is not None:
             parse_address("metrics", f"tcp://{self.metrics}")
 
@@ -190,6 +206,14 @@ class Config:
                 value = [str(part) for part in value]
             plain[item.name] = str(value) if isinstance(value, Path) else value
         return plain
+
+
+def _check_choices(item: dataclasses.Field[Any], value: object) -> None:
+    """Raises ConfigError for a value, or one of several, that is none of those that the setting can have."""
+    choices = item.metadata.get("choices")
+    for each in value if isinstance(value, tuple) else (value,):
+        if choices and each not in choices:
+            raise ConfigError(item.name, each, " or ".join(choices))
 
 
 def unknown_variables(names: list[str]) -> list[str]:

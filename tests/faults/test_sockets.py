@@ -103,7 +103,7 @@ def still_served(served: Served) -> Iterator[None]:
 def test_a_second_server_on_one_socket_is_refused(served: Served) -> None:
     """Also while the first is only stopped, and so does not answer.
 
-    To see it fail: leave out the lock in app._claimed; gRPC takes over a live server's socket in silence.
+    To see it fail: leave out the lock in sockets.claimed; gRPC takes over a live server's socket in silence.
     """
     served.sidecar.pause()
     try:
@@ -156,7 +156,7 @@ def test_a_socket_is_for_its_owner_and_group(served: Served) -> None:
 
 
 def test_a_dead_servers_socket_is_taken_over(tmp_path: Path) -> None:
-    """To see it fail: do not unlink in app._remove_dead_socket."""
+    """To see it fail: do not unlink in sockets._remove_dead_socket."""
     with SidecarProcess(tmp_path, tmp_path) as sidecar:
         first = answers(sidecar.target)
         path = Path(sidecar.target.removeprefix("unix://"))

@@ -31,8 +31,10 @@ READ_TOO_MUCH = """
 import torch
 from slotcar_kernels import plan, sites
 site = sites.SiteSlots(torch.zeros(1, 1, 4096), torch.zeros(1, 1, 8), [1], [1.0])
-places = native.Places([site], [torch.zeros(1, 8)], [None])
-native.PreparedCall(plan.plan_rows([(0, 1)]), torch.zeros(1, 4097), places, "portable")()
+call = native.PreparedCall(plan.plan_rows([(0, 1)]), torch.float32, [site], ("portable", 1))
+x, out = torch.zeros(1, 4000), torch.zeros(1, 8)
+call.point(x, [out], [None])
+call.run()
 """
 
 

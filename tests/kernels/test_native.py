@@ -272,12 +272,12 @@ def test_a_library_of_another_version_is_not_used(
 ) -> None:
     another_library.write_bytes(LIBRARY.read_bytes())
     monkeypatch.setattr(native, "_ABI_VERSION", 0)
-    assert native.backend() == "torch: the compiled kernel has version 1, wanted 0: build it again"
+    assert native.backend() == "torch: the compiled kernel has version 2, wanted 0: build it again"
 
 
 def test_the_best_kernel_is_the_default(compiled: Kernel) -> None:
     assert native.backend() == native.best_isa()
-    assert cpu._isa(Kernel(), [site_slots(8, 8)]) == native.best_isa()
+    assert cpu.isa_for(Kernel(), [site_slots(8, 8)]) == native.best_isa()
 
 
 def test_the_library_is_as_new_as_its_sources(compiled: Kernel) -> None:

@@ -21,10 +21,11 @@ ROOTS = ("proto", "kernels", "sidecar", "clients")
 PACKAGES = {"slotcar": "proto", "slotcar_kernels": "kernels", "slotcar_client": "clients"}
 
 # Modules of the command line beside cli.py; together they are one layer.
-COMMAND_LINE = {"calls", "cli", "completion", "console", "doctor", "tables", "verbs", "watch"}
+_COMMAND_LINE = {"calls", "cli", "completion", "console", "doctor", "tables", "verbs", "watch"}
 
-# Modules that make the process, beside app.py; together they are one layer.
-PROCESS = {"app", "sockets"}
+# Modules that make the process, beside app.py; they are one layer too.
+_PROCESS = {"app", "sockets"}
+TOGETHER = dict.fromkeys(_COMMAND_LINE, "cli") | dict.fromkeys(_PROCESS, "app")
 
 SIDECAR = {"core", "store", "device", "cache", "rpc", "ring", "ops", "config"}
 MAY_IMPORT: dict[str, set[str]] = {
@@ -94,10 +95,7 @@ def module_layer(module: str) -> str | None:
         return "shm"
     if top == "slotcar_sidecar":
         inner = rest.partition(".")[0]
-        layers = (
-            {"": "sidecar", "__init__": "sidecar"} | dict.fromkeys(COMMAND_LINE, "cli") | dict.fromkeys(PROCESS, "app")
-        )
-        return layers.get(inner, inner)
+        return "sidecar" if inner in ("", "__init__") else TOGETHER.get(inner, inner)
     return PACKAGES.get(top)
 
 

@@ -95,7 +95,7 @@ class AsyncClient:
         return AsyncEventStream(self._rpc, replay)
 
     def session(self, name: str = "python", **settings: Unpack[SessionSettings]) -> AsyncSession:
-        """A session that `async with` opens. Its Forwards are unary calls, whatever `transport` says."""
+        """A session that `async with` opens. Its Forwards are unary calls; it has no transport in shared memory."""
         session = AsyncSession(self._rpc, SessionOptions(name, **settings))
         self._sessions.add(session)
         return session

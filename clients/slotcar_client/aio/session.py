@@ -31,7 +31,7 @@ from slotcar_client.errors import (
     SlotcarError,
     Unavailable,
 )
-from slotcar_client.options import SessionOptions
+from slotcar_client.options import IN_BAND, SessionOptions, one_of
 from slotcar_client.session_state import DEFAULT_MAPPING_ID, SessionState
 from slotcar_client.stream_state import StreamState
 from slotcar_client.values import Held, Layout, Mapping, ServerInfo
@@ -62,6 +62,7 @@ class AsyncSession:
     """Made by `AsyncClient.session`; open inside of `async with`. Each method is that of `slotcar_client.Session`."""
 
     def __init__(self, rpc: AsyncRpc, options: SessionOptions) -> None:
+        one_of("transport", options.transport, IN_BAND)
         self._rpc = rpc
         self._state = SessionState(options, time.monotonic)
         self._lock = asyncio.Lock()

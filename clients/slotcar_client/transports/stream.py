@@ -33,6 +33,12 @@ class StreamTransport:
         self._open: _OpenStream | None = None
         self._watchdog = Watchdog(rpc.timeout_seconds)
 
+    def use(self, opened: engine_service_pb2.SessionOpened) -> None:
+        """A Forward names its session."""
+
+    def send(self, forward: Forward) -> None:
+        """A call ends before the next begins."""
+
     def forward(self, forward: Forward) -> dict[str, torch.Tensor]:
         from slotcar_client import torch_tensors
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from slotcar.v1 import engine_service_pb2
+
 from slotcar_client.effects import Call, Forward
 from slotcar_client.rpc import Rpc
 
@@ -16,6 +18,12 @@ class UnaryTransport:
 
     def __init__(self, rpc: Rpc) -> None:
         self._rpc = rpc
+
+    def use(self, opened: engine_service_pb2.SessionOpened) -> None:
+        """A Forward names its session."""
+
+    def send(self, forward: Forward) -> None:
+        """A call ends before the next begins."""
 
     def forward(self, forward: Forward) -> dict[str, torch.Tensor]:
         from slotcar_client import torch_tensors

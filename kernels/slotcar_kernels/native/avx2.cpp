@@ -5,6 +5,7 @@
 
 #include <immintrin.h>
 
+#include "fill.h"
 #include "kernel.h"
 
 namespace slotcar {
@@ -38,6 +39,14 @@ struct Avx2 {
         store_halves(to, _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1)));
     }
 
+    static void stream_line(void *to, const void *from) {
+        __m256i *target = static_cast<__m256i *>(to);
+        const __m256i *source = static_cast<const __m256i *>(from);
+        const __m256i first = _mm256_loadu_si256(source), second = _mm256_loadu_si256(source + 1);
+        _mm256_stream_si256(target, first);
+        _mm256_stream_si256(target + 1, second);
+    }
+
     static Reg add(Reg a, Reg b) { return _mm256_add_ps(a, b); }
     static Reg fma(Reg a, Reg b, Reg sum) { return _mm256_fmadd_ps(a, b, sum); }
 
@@ -55,11 +64,13 @@ private:
 }  // namespace
 
 Compute avx2_compute() { return compute<Avx2>; }
+Fill avx2_fill() { return fill_array<Avx2>; }
 
 }  // namespace slotcar
 
 #else
 
 slotcar::Compute slotcar::avx2_compute() { return nullptr; }
+slotcar::Fill slotcar::avx2_fill() { return nullptr; }
 
 #endif

@@ -6,9 +6,11 @@
 #include "avx512_vector.h"
 
 slotcar::Compute slotcar::avx512_compute() { return compute<Avx512>; }
+slotcar::Fill slotcar::avx512_fill() { return fill_array<Avx512>; }
 
 #else
 
 slotcar::Compute slotcar::avx512_compute() { return nullptr; }
+slotcar::Fill slotcar::avx512_fill() { return nullptr; }
 
 #endif

@@ -4,6 +4,7 @@
 
 #include <immintrin.h>
 
+#include "fill.h"
 #include "kernel.h"
 
 namespace slotcar {
@@ -34,6 +35,10 @@ struct Avx512 {
         const __mmask16 nan = _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
         const __m512i quieted = _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x400000));
         store_halves(to, _mm512_cvtepi32_epi16(_mm512_srli_epi32(quieted, 16)));
+    }
+
+    static void stream_line(void *to, const void *from) {
+        _mm512_stream_si512(static_cast<__m512i *>(to), _mm512_loadu_si512(from));
     }
 
     static Reg add(Reg a, Reg b) { return _mm512_add_ps(a, b); }

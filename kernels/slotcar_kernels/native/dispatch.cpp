@@ -95,18 +95,6 @@ void compute_all(const Call &call) {
     delete[] others;
 }
 
-bool runs(int64_t isa) {
-#if defined(__x86_64__)
-    switch (isa) {
-        case SLOTCAR_AVX2:
-            return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-        case SLOTCAR_AVX512: return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw");
-        case SLOTCAR_AVX512_BF16: return runs(SLOTCAR_AVX512) && __builtin_cpu_supports("avx512bf16");
-    }
-#endif
-    return isa == SLOTCAR_PORTABLE;
-}
-
 /* Null where the library was built without the instruction set, or the processor or its system hasn't got it. */
 Compute compute_of(int64_t isa) {
     if (!runs(isa)) return nullptr;
@@ -119,6 +107,19 @@ Compute compute_of(int64_t isa) {
 }
 
 }  // namespace
+
+bool runs(int64_t isa) {
+#if defined(__x86_64__)
+    switch (isa) {
+        case SLOTCAR_AVX2:
+            return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+        case SLOTCAR_AVX512: return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw");
+        case SLOTCAR_AVX512_BF16: return runs(SLOTCAR_AVX512) && __builtin_cpu_supports("avx512bf16");
+    }
+#endif
+    return isa == SLOTCAR_PORTABLE;
+}
+
 }  // namespace slotcar
 
 int64_t slotcar_abi_version(void) { return SLOTCAR_ABI_VERSION; }

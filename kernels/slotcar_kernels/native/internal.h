@@ -24,6 +24,16 @@ Compute avx2_compute();
 Compute avx512_compute();
 Compute avx512_bf16_compute();
 
+using Fill = void (*)(const SlotcarFill &, int64_t to_dtype);
+
+/* As above; the arrays of a slot need no instructions for bfloat16. */
+Fill portable_fill();
+Fill avx2_fill();
+Fill avx512_fill();
+
+/* Whether the processor and its system have the instruction set, in one of SlotcarIsa. */
+bool runs(int64_t isa);
+
 }  // namespace slotcar
 
 #endif

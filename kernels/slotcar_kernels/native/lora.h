@@ -23,7 +23,7 @@ extern "C" {
 #endif
 
 /* Changes whenever a struct or the meaning of a call does. */
-#define SLOTCAR_ABI_VERSION 1
+#define SLOTCAR_ABI_VERSION 2
 
 enum SlotcarDtype { SLOTCAR_FLOAT32 = 0, SLOTCAR_FLOAT16 = 1, SLOTCAR_BFLOAT16 = 2 };
 
@@ -69,6 +69,14 @@ struct SlotcarSite {
     int64_t base_stride;
 };
 
+/* One array of a slot: an adapter's values in the slots' type, and behind them zeros. Nothing has gaps. */
+struct SlotcarFill {
+    const void *from; /* [rows, columns], or [columns, rows] where `transposed`; unused where rows is 0 */
+    int64_t from_dtype, transposed;
+    void *to; /* [rows + zero_rows, columns] */
+    int64_t rows, columns, zero_rows;
+};
+
 #pragma GCC visibility push(default)
 
 int64_t slotcar_abi_version(void);
@@ -79,6 +87,11 @@ int64_t slotcar_best_isa(void);
 /* Computes all sites on `threads` threads, the caller's among them. Anything but SLOTCAR_OK: nothing was written. */
 int64_t slotcar_lora_forward(const struct SlotcarBatch *batch, const struct SlotcarSite *sites, int64_t site_count,
                              int64_t isa, int64_t threads);
+
+/* Writes arrays of one slot, finite values rounded to nearest even, those of an equal type bit for bit. What it wrote is
+ * visible to whoever sees a store that the caller makes afterwards. Anything but SLOTCAR_OK: nothing was written.
+ */
+int64_t slotcar_fill(const struct SlotcarFill *fills, int64_t count, int64_t to_dtype, int64_t isa);
 
 #pragma GCC visibility pop
 

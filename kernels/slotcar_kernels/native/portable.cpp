@@ -1,4 +1,5 @@
 /* The kernel in standard C++ with the vectors of GCC and Clang: any processor, NEON or SSE2 by the compiler. */
+#include "fill.h"
 #include "internal.h"
 #include "kernel.h"
 
@@ -29,6 +30,8 @@ struct Portable {
         for (int lane = 0; lane < width; ++lane) from_float(values[lane], to[lane]);
     }
 
+    static void stream_line(void *to, const void *from) { memcpy(to, from, 64); }
+
     static Reg add(Reg a, Reg b) { return a + b; }
 
     static Reg fma(Reg a, Reg b, Reg sum) {
@@ -45,5 +48,6 @@ struct Portable {
 }  // namespace
 
 Compute portable_compute() { return compute<Portable>; }
+Fill portable_fill() { return fill_array<Portable>; }
 
 }  // namespace slotcar

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 
 from slotcar_sidecar.cache.forwards import Forwards
@@ -52,6 +53,8 @@ class AdapterCache:
         self._mappings = Mappings(self._state, self._loads)
         self._holds = SessionHolds(self._state, self._loads)
         self._forwards = Forwards(self._state, self._mappings)
+        self._threads: set[ThreadForwards] = set()
+        self.when_session_ends: list[Callable[[Session], None]] = []
         self.residency = residency
         self.sessions = sessions
         self.tiers = tiers
@@ -227,6 +230,8 @@ class AdapterCache:
             self.residency.release_hold(hold.owner, "the session ended")
         self.residency.slots.reserved.pop(session_id, None)
         self._mappings.wake_session(session_id)
+        for call in self.when_session_ends:
+            call(session)
         self._record_session(EventKind.SESSION_ENDED, session, reason)
 
     def end_session(self, short: str) -> bool:
@@ -277,15 +282,34 @@ class AdapterCache:
 
     def in_thread(self, tell: Tell) -> ThreadForwards:
         """Forwards for a thread to compute by itself; `tell` runs what it is given soon, in the owner's thread."""
-        return ThreadForwards(self._state, self._mappings, tell)
+        forwards = ThreadForwards(self._state, self._mappings, tell)
+        self._threads.add(forwards)
+        return forwards
+
+    def end_thread(self, forwards: ThreadForwards) -> None:
+        """The thread that used them has ended."""
+        self._threads.discard(forwards)
+        forwards.end()
+
+    def used_elsewhere(self, session: Session, generations: Collection[int]) -> None:
+        """The session computed by itself with its mappings of these generations."""
+        for mapping in tuple(session.mappings.values()):
+            if mapping.generation in generations:
+                self._mappings.used(session, mapping)
+                self.residency.slots.touch(mapping.slots)
+        self._forwards.last_at = self._state.now()
+
+    def running(self, session: Session) -> int:
+        """How many Forwards of the session are under way in this process."""
+        return len(session.running) + sum(forwards.reads_for(session) for forwards in self._threads)
 
     @property
     def forwards_in_flight(self) -> int:
-        return self._forwards.in_flight
+        return self._forwards.in_flight + sum(forwards.is_reading for forwards in self._threads)
 
     @property
     def last_forward_at(self) -> float:
-        return self._forwards.last_at
+        return max([self._forwards.last_at, *(forwards.last_at for forwards in self._threads)])
 
     # Proof
 

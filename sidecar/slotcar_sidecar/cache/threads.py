@@ -53,6 +53,8 @@ class ThreadForwards:
         self._tell = tell
         self._tell_after_seconds = state.limits.mapping_idle_seconds / 4
         self._mark = Mark(partial(tell, state.marks.look))
+        self._stale: set[SessionId] = set()
+        self.last_at = state.now()
         state.marks.add(self._mark)
 
     def end(self) -> None:
@@ -91,17 +93,34 @@ class ThreadForwards:
             mapping.check_current(layout)
         finally:
             self._mark.end()
-        now = state.now()
+        self.last_at = now = state.now()
         if now - prepared.told_at >= self._tell_after_seconds:
             prepared.told_at = now
-            self._tell(partial(self._used, prepared))
+            self._tell_used(prepared, now)
         return layout
 
+    def _tell_used(self, prepared: PreparedForward, now: float) -> None:
+        """The owner learns that the mapping is used, unless it knows: every batch has prepared calls of its own."""
+        used_at = prepared.session.last_used.get(prepared.mapping.mapping_id, float("-inf"))
+        if now - used_at >= self._tell_after_seconds:
+            self._tell(partial(self._used, prepared))
+
     def is_stale(self, session: SessionId, error: LayoutStale) -> None:
-        """The owner learns that a Forward was refused."""
-        self._tell(partial(self._record_stale, session, error))
+        """The owner learns that a Forward was refused; of more than one until it looks, it learns once."""
+        if session not in self._stale:
+            self._stale.add(session)
+            self._tell(partial(self._record_stale, session, error))
 
     # In the owner's thread
+
+    def reads_for(self, session: Session) -> bool:
+        """Whether a Forward of the session is under way."""
+        return self._mark.reader is session
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether a Forward is under way."""
+        return self._mark.reader is not None
 
     def _used(self, prepared: PreparedForward) -> None:
         if prepared.session in self._state.sessions and prepared.is_of_now:
@@ -110,5 +129,6 @@ class ThreadForwards:
 
     def _record_stale(self, session: SessionId, error: LayoutStale) -> None:
         state = self._state
+        self._stale.discard(session)
         state.events.record(EventKind.FORWARD_STALE, state.layout.generation, session=session, reason=error.message)
         state.publish()

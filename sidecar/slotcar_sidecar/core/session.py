@@ -47,7 +47,8 @@ class Session:
     """`attachment` names the stream that keeps it alive, None when there is none and `expires_at` counts.
 
     `last_generation` is the generation of the newest mapping; no two mappings of a session have the same. `last_used`
-    has the time at which each mapping was used, `joined` the stream of each rank that joined, `running` its Forwards.
+    has the time at which each mapping was used, `joined` the stream of each rank that joined, `running` its Forwards,
+    `planes` the plane of each rank that is connected to shared memory.
     """
 
     session_id: SessionId
@@ -59,6 +60,7 @@ class Session:
     last_used: dict[int, float] = field(default_factory=dict)
     joined: dict[int, int] = field(default_factory=dict)
     running: set[Any] = field(default_factory=set)
+    planes: dict[int, str] = field(default_factory=dict)
 
     def check_rank(self, rank: int) -> None:
         """Raises RequestInvalid unless the session has such a rank."""

@@ -26,6 +26,11 @@ class ForwardTally:
         if reason == "OK":
             self.rows += rows
 
+    def add_elsewhere(self, calls: int, rows: int) -> None:
+        """Forwards that another process computed; how long they took is not known."""
+        self.reasons["OK"] = self.reasons.get("OK", 0) + calls
+        self.rows += rows
+
     def include(self, other: ForwardTally) -> None:
         """Adds what another writer counted, which counts no more."""
         for reason, count in other.reasons.items():

@@ -15,6 +15,7 @@ from slotcar.shm.slots import EPOCH_BYTES, SlotsGeometry
 from slotcar_kernels import native
 from slotcar_kernels.buffers import DTYPE_NAMES, DTYPES, tensor_from_buffer
 from slotcar_kernels.cpu import prepare
+from slotcar_kernels.fill import SlotArray, fill_slot
 from slotcar_kernels.native import backend as kernel_backend
 from slotcar_kernels.plan import Plan, plan_rows
 from slotcar_kernels.sites import SiteSlots
@@ -132,15 +133,17 @@ class CpuDevice:
         self._file.write_parts(
             slot, [(parts[site].rank, parts[site].scale) if site in parts else (0, 0.0) for site in self._a]
         )
-        for site in self._a:
-            rank = parts[site].rank if site in parts else 0
-            for rows in (self._a[site][slot], self._b[site][slot]):
-                rows[rank:padded].zero_()
-                if self._poison:
-                    rows[padded:].fill_(math.nan)
-            if rank:
-                self._a[site][slot, :rank].copy_(host.a[site])
-                self._b[site][slot, :rank].copy_(host.b[site].t())
+        values = (host.a, {site: b.t() for site, b in host.b.items()})
+        fill_slot(
+            [
+                SlotArray(slots[site][slot, :padded], tensors.get(site))
+                for slots, tensors in zip((self._a, self._b), values, strict=True)
+                for site in slots
+            ]
+        )
+        if self._poison:
+            for slots in (*self._a.values(), *self._b.values()):
+                slots[slot, padded:].fill_(math.nan)
         self._parts[slot] = parts
 
     def prepare(self, entries: Sequence[tuple[SlotId | None, int]], items: Sequence[ForwardItem]) -> CpuBatch:

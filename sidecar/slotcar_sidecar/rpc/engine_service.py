@@ -12,11 +12,11 @@ from slotcar.v1 import engine_service_pb2_grpc
 from slotcar.version import compatible
 
 from slotcar_sidecar.cache import AdapterCache
-from slotcar_sidecar.core.calls import Computed, ForwardCall, MappingCall
+from slotcar_sidecar.core.calls import Computed, ForwardCall
 from slotcar_sidecar.core.errors import RequestInvalid, ShuttingDown, VersionMismatch
 from slotcar_sidecar.core.ids import AdapterRef, SessionId
 from slotcar_sidecar.core.session import DEFAULT_GRACE_SECONDS, Session, SessionTerms
-from slotcar_sidecar.rpc import convert, status
+from slotcar_sidecar.rpc import convert, session_calls, status
 from slotcar_sidecar.rpc.ending import ended_by
 from slotcar_sidecar.rpc.interceptors import ErrorInterceptor, readable
 
@@ -30,6 +30,7 @@ class ServerFacts:
     version: str
     max_message_bytes: int
     heartbeat_seconds: float
+    planes: tuple[str, ...]
 
 
 class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
@@ -116,6 +117,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
                 slot_dtype=convert.DTYPES[cache.device.slot_dtype],
                 max_message_bytes=facts.max_message_bytes,
                 max_response_bytes=cache.limits.max_response_bytes,
+                planes=[convert.PLANES[plane] for plane in facts.planes],
             ),
             model_spec=convert.from_model(cache.model) if cache.model else None,
             layout=convert.from_layout(cache.layout),
@@ -140,29 +142,13 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         return pb.ReleaseHoldResponse(layout=convert.from_version(self._cache.layout))
 
     async def SetMapping(self, request: pb.SetMappingRequest, context: Context) -> pb.SetMappingResponse:
-        self._cache.limits.check_entries("entries", len(request.entries))
-        call = MappingCall(
-            SessionId(request.session),
-            request.mapping_id,
-            tuple(convert.to_entries(list(request.entries))),
-            request.load,
-            convert.to_seconds("wait", request, request.wait) or 0.0,
-        )
-        mapping = await self._cache.set_mapping(call)
-        entries = [
-            pb.ResolvedEntry(digest=str(entry.digest), slot=entry.slot) if entry else pb.ResolvedEntry()
-            for entry in mapping.entries
-        ]
-        version = convert.from_version(self._cache.layout)
-        return pb.SetMappingResponse(generation=mapping.generation, entries=entries, layout=version)
+        return await session_calls.set_mapping(self._cache, request)
 
     async def ReleaseMapping(self, request: pb.ReleaseMappingRequest, context: Context) -> pb.ReleaseMappingResponse:
-        self._cache.release_mapping(SessionId(request.session), request.mapping_id)
-        return pb.ReleaseMappingResponse(layout=convert.from_version(self._cache.layout))
+        return await session_calls.release_mapping(self._cache, request)
 
     async def Fence(self, request: pb.FenceRequest, context: Context) -> pb.FenceResponse:
-        await self._cache.fence(SessionId(request.session))
-        return pb.FenceResponse(layout=convert.from_version(self._cache.layout))
+        return await session_calls.fence(self._cache, request)
 
     async def Forward(self, request: pb.ForwardRequest, context: Context) -> pb.ForwardResponse:
         return await self._forward(request, "unary")

@@ -66,12 +66,8 @@ class ErrorInterceptor(aio.ServerInterceptor):
         return read
 
     def counted(self, name: str, error: Exception) -> SlotcarError:
-        """Counts a refusal. Gives the error, or InternalError, with the fault in the log, for a fault of our own."""
-        known = error if isinstance(error, SlotcarError) else InternalError()
-        if known is not error:
-            _log.error("fault in %s", name, exc_info=error)
-        self._count(name, known.reason.value)
-        return known
+        """Counts a refusal; see `counted`."""
+        return counted(self._count, name, error)
 
     def _unary(self, name: str, handler: Callable[[Any, Any], Awaitable[Any]]) -> Any:
         async def call(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
@@ -100,6 +96,15 @@ class ErrorInterceptor(aio.ServerInterceptor):
         known = self.counted(name, error)
         details = ((DETAILS_KEY, to_status(known).SerializeToString()),)
         await context.abort(CODES[known.reason], known.message, details)
+
+
+def counted(count: Count, name: str, error: Exception) -> SlotcarError:
+    """Counts a refusal. Gives the error, or InternalError, with the fault in the log, for a fault of our own."""
+    known = error if isinstance(error, SlotcarError) else InternalError()
+    if known is not error:
+        _log.error("fault in %s", name, exc_info=error)
+    count(name, known.reason.value)
+    return known
 
 
 def readable(request: Any) -> Any:

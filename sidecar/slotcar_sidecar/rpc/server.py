@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 
@@ -28,8 +29,14 @@ class Rpc:
     health: Health
 
 
-def make_server(cache: AdapterCache, max_message_bytes: int, heartbeat_seconds: float, count: Count) -> Rpc:
-    """A server over `cache`; `count` is told how each call ends."""
+def make_server(
+    cache: AdapterCache,
+    max_message_bytes: int,
+    heartbeat_seconds: float,
+    count: Count,
+    planes: Sequence[str] = ("stream",),
+) -> Rpc:
+    """A server over `cache` that offers `planes`; `count` is told how each call ends."""
     errors = ErrorInterceptor(max_message_bytes, count)
     options = [
         ("grpc.so_reuseport", 0),
@@ -43,7 +50,7 @@ def make_server(cache: AdapterCache, max_message_bytes: int, heartbeat_seconds: 
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ]
     server = aio.server(interceptors=[errors], options=options)
-    facts = ServerFacts(version("slotcar"), max_message_bytes, heartbeat_seconds)
+    facts = ServerFacts(version("slotcar"), max_message_bytes, heartbeat_seconds, tuple(planes))
     adapter_service_pb2_grpc.add_AdapterServiceServicer_to_server(AdapterService(cache, heartbeat_seconds), server)
     engine_service_pb2_grpc.add_EngineServiceServicer_to_server(EngineService(cache, facts, errors), server)
     servicer = Health(cache.closing)

@@ -7,7 +7,6 @@ memory, never mapped, as its owner may truncate it at any time.
 from __future__ import annotations
 
 import errno
-import io
 import os
 import stat
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from typing import NamedTuple
 
 from slotcar_sidecar.core.errors import SlotcarError, SourceDenied, SourceUnavailable
 from slotcar_sidecar.store.faults import CONFIG_FILE, WEIGHTS_FILE, invalid, shown, unsupported
+from slotcar_sidecar.store.memory import private_memory, read_into
 
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Without waiting: a named pipe would block for ever.
@@ -55,23 +55,29 @@ class Folder:
         """Of the configuration and of the weights, without reading them."""
         return self._version(CONFIG_FILE), self._version(WEIGHTS_FILE)
 
-    def read(self, name: str, version: FileVersion) -> bytes:
-        """The whole file. Raises SourceUnavailable unless it is at `version` before and after."""
+    def read(self, name: str, version: FileVersion) -> memoryview:
+        """The whole file, in private memory. Raises SourceUnavailable unless it is at `version` before and after."""
         path = self._path / name
         try:
-            with io.BufferedReader(io.FileIO(name, opener=self._open)) as file:
+            memory = private_memory(version.bytes)
+            with self._open(name) as descriptor:
                 # Before the first read: what was swapped in may be a pipe.
-                before = FileVersion.of(os.fstat(file.fileno()))
-                data = file.read(version.bytes) if before == version else b""
-                after = FileVersion.of(os.fstat(file.fileno()))
+                before = FileVersion.of(os.fstat(descriptor))
+                size = read_into(descriptor, memory) if before == version else 0
+                after = FileVersion.of(os.fstat(descriptor))
         except OSError as error:
             raise _refusal(error, self._descriptor, name, path) from error
-        if len(data) != version.bytes or after != version:
+        if size != version.bytes or after != version:
             raise changed(path)
-        return data
+        return memory
 
-    def _open(self, name: str, _flags: int) -> int:
-        return os.open(name, _FILE, dir_fd=self._descriptor)
+    @contextmanager
+    def _open(self, name: str) -> Iterator[int]:
+        descriptor = os.open(name, _FILE, dir_fd=self._descriptor)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
 
     def _version(self, name: str) -> FileVersion:
         path = self._path / name

@@ -15,10 +15,10 @@ from slotcar_sidecar.store.weights import HostWeights, Origin, SiteWeights
 _MAX_NAMED = 5
 
 
-def read_peft(config_bytes: bytes, weights_bytes: bytes, source: str) -> HostWeights:
+def read_peft(config_bytes: bytes, weights_bytes: bytes | memoryview, source: str) -> HostWeights:
     """The verified adapter in adapter_config.json and adapter_model.safetensors, whatever way they came.
 
-    Keeps neither argument, and lets go of the weights' bytes once they are copied into tensors.
+    The weights are left where they are if that is memory, and not bytes; nobody may write there any more.
 
     Raises AdapterInvalid for what is wrong and AdapterUnsupported for what is not served, with the facts file, tensor,
     field, found and wanted as far as they apply.

@@ -60,12 +60,11 @@ class LocalSource:
         with folder_beneath(root, parts) as folder:
             versions = config, weights = folder.versions()
             check_sizes(config.bytes, weights.bytes, self._max_bytes)
-            files = {CONFIG_FILE: folder.read(CONFIG_FILE, config), WEIGHTS_FILE: folder.read(WEIGHTS_FILE, weights)}
+            config_bytes, weights_bytes = folder.read(CONFIG_FILE, config), folder.read(WEIGHTS_FILE, weights)
             # Both files must be of one save: a file that was replaced by a rename still reads well.
             if folder.versions() != versions:
                 raise changed(root.joinpath(*parts))
-        # Handed over, not kept here: else the weights would be there twice until they are verified.
-        return read_peft(files.pop(CONFIG_FILE), files.pop(WEIGHTS_FILE), source=str(root.joinpath(*parts)))
+        return read_peft(bytes(config_bytes), weights_bytes, source=str(root.joinpath(*parts)))
 
     def _locate(self, uri: str) -> tuple[Path, tuple[str, ...]]:
         """The real root and the path beneath it."""

@@ -1,23 +1,33 @@
-"""Reads the tensors of a safetensors file that is already in private memory."""
+"""Finds the tensors of a safetensors file in private memory, where they stay: nothing is copied that need not be.
+
+A file is taken by the format's rules alone: every byte behind the header is in exactly one tensor, in the order of the
+offsets, and has the size that dtype and shape give it.
+"""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, deserialize
 
 from slotcar_sidecar.core.errors import AdapterInvalid
 from slotcar_sidecar.store.faults import invalid, shown
+from slotcar_sidecar.store.memory import private_memory
 from slotcar_sidecar.store.strict_json import parse_object
 
 MAX_HEADER_BYTES = 8 << 20
 LENGTH_BYTES = 8
+
+# A header that is larger than this part of a file would take memory that the host tier does not count.
+_MAX_HEADER_PART = 1 / 16
+_METADATA = "__metadata__"
+_FINITE_RUN = 1 << 18  # elements that are looked at together: they fit in a cache
 
 # What files begin with that are taken for weights by mistake.
 _OTHER_KINDS: Mapping[bytes, str] = MappingProxyType(
@@ -49,15 +59,21 @@ FLOATS: Mapping[str, Float] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class RawTensor:
-    """A tensor as the file has it; `data` is memory of its own."""
+    """A tensor as the file has it; `data` is its part of the file, where nobody writes."""
 
     dtype: str
     shape: tuple[int, ...]
-    data: bytearray
+    data: memoryview
 
     def to_torch(self) -> torch.Tensor:
-        """The tensor over the same memory; `dtype` must be in FLOATS, and the shape not empty."""
-        return torch.frombuffer(self.data, dtype=FLOATS[self.dtype].torch).reshape(self.shape)
+        """The tensor over the same memory, or a copy where elements would lie across words.
+
+        `dtype` must be in FLOATS, and the shape not empty.
+        """
+        kind, values = FLOATS[self.dtype].torch, torch.frombuffer(self.data, dtype=torch.uint8)
+        if values.data_ptr() % kind.itemsize:
+            values = values.clone()
+        return values.view(kind).reshape(self.shape)
 
     def is_finite(self) -> bool:
         """Whether no element is NaN or Inf; `dtype` must be in FLOATS.
@@ -66,22 +82,38 @@ class RawTensor:
         """
         kind = FLOATS[self.dtype]
         bits = np.frombuffer(self.data, dtype=kind.bits)
-        return not bool(((bits & kind.exponent) == kind.exponent).any())
+        runs = (bits[start : start + _FINITE_RUN] for start in range(0, len(bits), _FINITE_RUN))
+        return all((run & kind.exponent).max() < kind.exponent for run in runs)
 
 
-def read_tensors(data: bytes, file: str) -> dict[str, RawTensor]:
-    """Every tensor in `data`, copied, by its key. Raises AdapterInvalid, naming `file`."""
-    end = LENGTH_BYTES + header_bytes(data[:LENGTH_BYTES], len(data), file)
-    # The library lets the last of two equal keys win.
-    header = parse_object(data[LENGTH_BYTES:end], file, "the header of ")
-    try:
-        views: list[tuple[str, dict[str, Any]]] = deserialize(data)  # type: ignore[no-untyped-call]
-    except SafetensorError as error:
-        raise _damage(header, len(data) - end, file, str(error)) from error
-    tensors = {name: RawTensor(view["dtype"], tuple(view["shape"]), view["data"]) for name, view in views}
-    for name, tensor in tensors.items():
-        _check_covers(name, tensor, file)
-    return tensors
+class _Entry(NamedTuple):
+    """What the header says of one tensor."""
+
+    start: int
+    end: int
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def read_tensors(data: bytes | memoryview, file: str) -> dict[str, RawTensor]:
+    """Every tensor in `data` by its key, in place if that is memory and not bytes.
+
+    Raises AdapterInvalid, naming `file`.
+    """
+    view = memoryview(data)
+    end = LENGTH_BYTES + header_bytes(bytes(view[:LENGTH_BYTES]), len(view), file)
+    header = parse_object(bytes(view[LENGTH_BYTES:end]), file, "the header of ")
+    metadata = header.pop(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise _damage(file, f"its {_METADATA} is not a text for each name")
+    entries = sorted(_entry(name, value, file) for name, value in header.items())
+    _check_order(entries, len(view) - end, file)
+    body = view[end:]
+    if view.readonly or end > _MAX_HEADER_PART * len(view):
+        body = private_memory(len(body))
+        body[:] = view[end:]
+    return {name: RawTensor(dtype, shape, body[start:end]) for start, end, name, dtype, shape in entries}
 
 
 def header_bytes(start: bytes, file_bytes: int, file: str) -> int:
@@ -120,41 +152,37 @@ def _another_kind(start: bytes, header: int, file: str) -> AdapterInvalid:
     )
 
 
-def _damage(header: Mapping[str, Any], found: int, file: str, said: str) -> AdapterInvalid:
-    """Why the library refused a file with `found` bytes after its header."""
-    wanted = _data_bytes(header)
-    if wanted is None or wanted == found:
-        return invalid(f"{file} is damaged: {shown(said)}", file=file, found=said, wanted="a safetensors file")
-    why = "it is cut short" if found < wanted else "it has bytes that are no tensor's"
-    return invalid(
-        f"{file} has {found} bytes after its header, which says {wanted}: {why}",
-        file=file,
-        found=f"{found} bytes after the header",
-        wanted=f"{wanted} bytes",
-    )
+def _entry(name: str, value: object, file: str) -> _Entry:
+    """What the header says of the tensor `name`, with a size that fits dtype and shape."""
+    match value:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [start, end], **rest} if not rest and all(
+            type(number) is int and number >= 0 for number in (*shape, start, end)
+        ):
+            kind, size = FLOATS.get(dtype), end - start
+        case _:
+            raise _damage(file, f"its header says of {shown(name)} {shown(json.dumps(value))}")
+    if size < 0 or (kind is not None and math.prod(shape) * kind.torch.itemsize != size):
+        raise _damage(file, f"{shown(name)} has {size} bytes for {dtype} of shape {shape}")
+    return _Entry(start, end, name, dtype, tuple(shape))
 
 
-def _data_bytes(header: Mapping[str, Any]) -> int | None:
-    """Where the last tensor ends by the header, or None if that cannot be told."""
-    ends = [0]
-    for name, entry in header.items():
-        if name != "__metadata__":
-            match entry:
-                case {"data_offsets": [_, int(end)]}:
-                    ends.append(end)
-                case _:
-                    return None
-    return max(ends)
-
-
-def _check_covers(name: str, tensor: RawTensor, file: str) -> None:
-    """Guards `to_torch` against a library that would let through what the format forbids."""
-    kind = FLOATS.get(tensor.dtype)
-    if kind is not None and math.prod(tensor.shape) * kind.torch.itemsize != len(tensor.data):
+def _check_order(entries: Sequence[_Entry], found: int, file: str) -> None:
+    """Raises AdapterInvalid unless the entries, in the order of their offsets, share out `found` bytes."""
+    wanted = max((entry.end for entry in entries), default=0)
+    if wanted != found:
+        why = "it is cut short" if found < wanted else "it has bytes that are no tensor's"
         raise invalid(
-            f"{shown(name)} has {len(tensor.data)} bytes for the shape {list(tensor.shape)}",
+            f"{file} has {found} bytes after its header, which says {wanted}: {why}",
             file=file,
-            tensor=name,
-            found=f"{len(tensor.data)} bytes",
-            wanted="as many as its shape needs",
+            found=f"{found} bytes after the header",
+            wanted=f"{wanted} bytes",
         )
+    end = 0
+    for entry in entries:
+        if entry.start != end:
+            raise _damage(file, f"{shown(entry.name)} begins at byte {entry.start}, and what is before it ends at {end}")
+        end = entry.end
+
+
+def _damage(file: str, what: str) -> AdapterInvalid:
+    return invalid(f"{file} is damaged: {what}", file=file, found=what, wanted="a safetensors file")

@@ -299,7 +299,7 @@ def from_folder(root: Path) -> HostWeights:
 def test_the_bytes_are_gone_while_the_tensors_are_verified(
     read: Callable[[Path], HostWeights], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two copies are there for no longer than the copying takes."""
+    """Two copies are there for no longer than the copying takes; that of the tensors is pages, which are not traced."""
     held: list[int] = []
     is_finite = RawTensor.is_finite
 
@@ -311,4 +311,4 @@ def test_the_bytes_are_gone_while_the_tensors_are_verified(
     monkeypatch.setattr(RawTensor, "is_finite", measured)
     before = tracemalloc.get_traced_memory()[0]
     size = read(tmp_path).adapter.bytes
-    assert size <= held[0] - before < 1.5 * size
+    assert held[0] - before < 0.5 * size

@@ -1,0 +1,224 @@
+"""The calls of one connection: which cell of the region each is in, and how long it has to stay there.
+
+Invariant: a cell, with its block of the arena, is nobody else's from before its call is submitted until the answer is
+there, however long that takes: a late answer is never taken for another call's, and nothing late is written into what
+belongs to a newer call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections import deque
+from typing import NamedTuple, Protocol
+
+from google.protobuf.message import DecodeError
+from slotcar.shm.region import (
+    ANSWER,
+    INDEX,
+    REQUEST,
+    SUBMISSIONS_OFFSET,
+    SUBMITTED_OFFSET,
+    WORD,
+    Kind,
+    RegionGeometry,
+    Status,
+)
+from slotcar.v1 import error_pb2
+
+from slotcar_client.errors import (
+    AuditFailed,
+    CapacityExceeded,
+    DeadlineExceeded,
+    SlotcarError,
+    Unavailable,
+    from_message,
+)
+from slotcar_client.transports.arena import Arena
+from slotcar_client.transports.connection import Connection
+
+_SUBMITTED = SUBMITTED_OFFSET // WORD.size
+_NO_BLOCK = (0, 0)
+
+
+class _Cell(NamedTuple):
+    """Where the parts of a cell are: offsets of bytes; `answered` is the index of the word that an answer sets last."""
+
+    number: int
+    request: int
+    payload: int
+    answer: int
+    answer_payload: int
+    answered: int
+
+
+class ConnectionLost(Unavailable):
+    """The connection ended before the answer was there; the call may be repeated over another."""
+
+
+class Answer(NamedTuple):
+    """What came back, with its payload."""
+
+    status: int
+    payload_bytes: int
+    generation: int
+    fingerprint: int
+    queue_nanos: int
+    compute_nanos: int
+    payload: bytes
+
+
+class Asked:
+    """A cell that is taken, and its block of the arena. `sequence` is 0 until the call is submitted."""
+
+    __slots__ = ("block", "cell", "sequence")
+
+    def __init__(self, cell: _Cell, block: tuple[int, int]) -> None:
+        self.cell = cell
+        self.block = block
+        self.sequence = 0
+
+
+class Ahead(Protocol):
+    """A call that nobody waits for yet."""
+
+    def settle(self, timeout_seconds: float) -> None:
+        """Waits for the answer and takes it out of its cell. Raises DeadlineExceeded or ConnectionLost."""
+
+
+class Cells:
+    """Takes a cell, submits, waits, reads, gives back. `ahead` are the calls that nobody waits for yet, in order."""
+
+    def __init__(self, connection: Connection) -> None:
+        geometry = connection.geometry
+        self.connection = connection
+        self.ahead: deque[Ahead] = deque()
+        self.payload_bytes = geometry.payload_bytes
+        self.arena = Arena(geometry.arena_bytes)
+        # Keeps the memory mapped for as long as its address is known.
+        self._memory = ctypes.c_char.from_buffer(connection.region)
+        self.arena_address = ctypes.addressof(self._memory) + geometry.arena_offset
+        self._cells = [_cell(geometry, number) for number in range(geometry.cells)]
+        self._region = connection.region
+        self._words = connection.words
+        self._free = (1 << geometry.cells) - 1
+        self._lost: list[Asked] = []
+        self._submitted = 0
+        self._payloads: list[bytes | None] = [None] * geometry.cells
+
+    def take(self, size: int, timeout_seconds: float) -> Asked:
+        """A cell with a block of `size` bytes, once there is one: it waits for the calls ahead, the oldest first.
+
+        Raises CapacityExceeded when there will never be room for it, DeadlineExceeded, or ConnectionLost, also when all
+        the room is waiting for answers that nobody wants any more.
+        """
+        if self._lost:
+            self._find_lost()
+        while (asked := self._take(size)) is None:
+            if size > self.arena.size:
+                raise CapacityExceeded(
+                    f"a call of {size} bytes is larger than the arena, {self.arena.size}: send fewer rows, or open the "
+                    "session with larger arena_bytes",
+                    found=size,
+                    wanted=self.arena.size,
+                )
+            if not self.ahead:
+                self.connection.close()
+                raise ConnectionLost("every cell waits for an answer that is late")
+            self.ahead.popleft().settle(timeout_seconds)
+        return asked
+
+    def _take(self, size: int) -> Asked | None:
+        lowest = self._free & -self._free
+        if not lowest:
+            return None
+        block = self.arena.take(size) if size else _NO_BLOCK
+        if block is None:
+            return None
+        self._free ^= lowest
+        return Asked(self._cells[lowest.bit_length() - 1], block)
+
+    def submit(self, asked: Asked, kind: Kind, payload: bytes) -> None:
+        """Hands the call over. `payload` fits. Raises ConnectionLost."""
+        region, cell, number = self._region, asked.cell, self._submitted
+        if self._payloads[cell.number] is not payload:
+            region[cell.payload : cell.payload + len(payload)] = payload
+            self._payloads[cell.number] = payload
+        self._submitted = asked.sequence = number + 1
+        REQUEST.pack_into(region, cell.request, number + 1, kind, len(payload))
+        INDEX.pack_into(region, SUBMISSIONS_OFFSET + INDEX.size * (number % len(self._cells)), cell.number)
+        self._words[_SUBMITTED] = number + 1
+        try:
+            self.connection.ring()
+        except Unavailable as error:
+            raise ConnectionLost(error.message) from error
+
+    def has_answer(self, asked: Asked) -> bool:
+        return self._words[asked.cell.answered] == asked.sequence
+
+    def wait(self, asked: Asked, timeout_seconds: float) -> Answer:
+        """The answer of a call that was submitted. Raises DeadlineExceeded, ConnectionLost or AuditFailed."""
+        words, answered, sequence = self._words, asked.cell.answered, asked.sequence
+        connection, deadline = self.connection, time.monotonic() + timeout_seconds
+        while words[answered] != sequence:
+            if connection.ended:
+                raise ConnectionLost("the sidecar is gone, or ended the connection, before it answered")
+            if not connection.wait(max(deadline - time.monotonic(), 0.0)):
+                raise DeadlineExceeded(f"no answer within {timeout_seconds:g} s")
+        return self._read(asked.cell)
+
+    def _read(self, cell: _Cell) -> Answer:
+        header = ANSWER.unpack_from(self._region, cell.answer)
+        size = header[1]
+        if not size:
+            return Answer._make((*header, b""))
+        if size > self.payload_bytes:
+            raise AuditFailed(
+                f"the answer's payload has {size} bytes, a cell only {self.payload_bytes}",
+                found=size,
+                wanted=self.payload_bytes,
+            )
+        return Answer._make((*header, self._region[cell.answer_payload : cell.answer_payload + size]))
+
+    def give_back(self, asked: Asked) -> None:
+        """Nobody wants the cell any more; it is free when its answer is there, or when nothing was submitted."""
+        if asked.sequence and not self.has_answer(asked):
+            self._lost.append(asked)
+            return
+        self._free |= 1 << asked.cell.number
+        if asked.block is not _NO_BLOCK:
+            self.arena.give_back(asked.block)
+
+    def _find_lost(self) -> None:
+        """Frees the cells of calls that nobody waits for and whose answers are there now."""
+        lost, self._lost = self._lost, []
+        for asked in lost:
+            self.give_back(asked)
+
+
+def _cell(geometry: RegionGeometry, number: int) -> _Cell:
+    answered = geometry.answer_offset(number)
+    return _Cell(
+        number=number,
+        request=geometry.request_offset(number),
+        payload=geometry.request_payload_offset(number),
+        answer=answered + WORD.size,
+        answer_payload=geometry.answer_payload_offset(number),
+        answered=answered // WORD.size,
+    )
+
+
+def check_status(answer: Answer) -> None:
+    """Raises the error that the answer is, or AuditFailed when it is neither an answer nor an error."""
+    if answer.status == Status.OK:
+        return
+    if answer.status != Status.ERROR:
+        raise AuditFailed(f"the answer's status is {answer.status}", found=answer.status, wanted="0 or 1")
+    raise _error(answer.payload)
+
+
+def _error(payload: bytes) -> SlotcarError:
+    try:
+        return from_message(error_pb2.Error.FromString(payload))
+    except DecodeError:
+        return AuditFailed("the answer is an error that is no Error message", found=payload[:64])

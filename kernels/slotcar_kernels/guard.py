@@ -1,0 +1,252 @@
+"""Computes from slots that another process writes, as units that are checked before and after (DESIGN I2).
+
+Invariant: what a unit returns was read while no slot of its mapping had begun to change, and while the writer lived.
+
+The words are read whole, by the compiled library in an order that every processor keeps. Without it they are read from
+Python, which is in that order on x86-64 alone: there loads are not exchanged with each other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import select
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from functools import partial
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slotcar_kernels import cpu, eager, native
+from slotcar_kernels.cpu import Kernel
+from slotcar_kernels.plan import Plan
+from slotcar_kernels.sites import SiteSlots
+
+__all__ = ["Change", "Changed", "Guard", "GuardedForward", "Watch", "Words", "WriterWords", "why_not"]
+
+Words: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.uint64]]"
+
+_KEEPS_LOADS_IN_ORDER = ("x86_64", "AMD64")
+_CHANGES = frozenset(range(16, 22))
+
+
+class Change(IntEnum):
+    """Why nothing of a unit may be used; the numbers are those of native/guard.h."""
+
+    STALE_BEFORE = 16
+    STALE_AFTER = 17
+    CLOSED = 18
+    OTHER_EPOCH = 19
+    DISCONNECTED = 20
+    GONE = 21
+
+    @property
+    def is_stale(self) -> bool:
+        """The writer is there, and a slot began to change after the mapping was made."""
+        return self in (Change.STALE_BEFORE, Change.STALE_AFTER)
+
+
+class Changed(Exception):
+    """A unit was refused; nothing that it wrote may be used."""
+
+    def __init__(self, change: Change) -> None:
+        super().__init__(change.name)
+        self.change = change
+
+
+class WriterWords(NamedTuple):
+    """What the writer says, in shared memory: 64 bits each, aligned, and written whole."""
+
+    epoch: Words  # two
+    slots_closed: Words  # one
+    region_closed: Words  # one
+    mod_generations: Words  # one per slot
+
+
+class _Watch(ctypes.Structure):
+    _fields_ = (
+        ("epoch", ctypes.c_void_p),
+        ("slots_closed", ctypes.c_void_p),
+        ("region_closed", ctypes.c_void_p),
+        ("mod_generations", ctypes.c_void_p),
+        ("wanted_epoch", ctypes.c_uint64 * 2),
+        ("socket", ctypes.c_int64),
+    )
+
+
+class _Guard(ctypes.Structure):
+    _fields_ = (
+        ("watch", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("slot_count", ctypes.c_int64),
+        ("generation", ctypes.c_uint64),
+        ("use", ctypes.c_void_p),
+    )
+
+
+def why_not() -> str:
+    """Why units can't be checked here; empty when they can."""
+    if native.library() is not None or platform.machine() in _KEEPS_LOADS_IN_ORDER:
+        return ""
+    return f"{native.backend()}, and {platform.machine()} does not keep loads in order without it"
+
+
+class Watch:
+    """One writer: what it says, and the connection that tells whether it lives."""
+
+    def __init__(self, words: WriterWords, epoch: bytes, socket: int) -> None:
+        """`epoch` is the one that is wanted, 16 bytes; nothing is ever sent over `socket`, which the caller closes."""
+        self.words = words
+        self.epoch = np.frombuffer(epoch, np.uint64)
+        self.struct = _Watch(*map(_address, words), tuple(map(int, self.epoch)), socket)
+
+    def close(self) -> None:
+        """This side is about to close the socket: every unit is refused from now on, also one under way. Idempotent."""
+        self.struct.socket = -1
+
+
+class Guard:
+    """The slots of one mapping, which was made at `generation`."""
+
+    def __init__(self, watch: Watch, slots: Sequence[int], generation: int) -> None:
+        """Raises ValueError when there is no such slot, or when `why_not` says why."""
+        mods = watch.words.mod_generations
+        if any(not 0 <= slot < len(mods) for slot in slots) or why_not():
+            raise ValueError(why_not() or f"slots {sorted(slots)}, wanted them below {len(mods)}")
+        self._watch = watch
+        self._slots = np.array(slots, np.int64)
+        self._generation = generation
+        self._use: Words | None = None
+        self.struct = _Guard(ctypes.addressof(watch.struct), _address(self._slots), len(self._slots), generation, None)
+        library = native.library()
+        self._begin: Callable[[int], int] = self._begin_here
+        self._end: Callable[[], int] = self._end_here
+        if library is not None:
+            self._begin = partial(library.slotcar_guard_begin, ctypes.byref(self.struct))
+            self._end = partial(library.slotcar_guard_end, ctypes.byref(self.struct))
+
+    @property
+    def use(self) -> Words | None:
+        """Three words in which units are counted for the writer to see: generation, units, rows. None: nowhere."""
+        return self._use
+
+    @use.setter
+    def use(self, words: Words | None) -> None:
+        if words is not None:
+            # The generation last: before it the counts are nobody's.
+            words[0], words[1], words[2] = 0, 0, 0
+            words[0] = self._generation
+        self._use = words
+        self.struct.use = None if words is None else _address(words)
+
+    def begin(self, rows: int) -> None:
+        """A unit of `rows` rows begins. Raises Changed."""
+        found = self._begin(rows)
+        if found:
+            raise Changed(Change(found))
+
+    def end(self) -> None:
+        """Everything that the unit reads has been read. Raises Changed; then nothing of it may be used."""
+        found = self._end()
+        if found:
+            raise Changed(Change(found))
+
+    # As native/guard.cpp
+
+    def _begin_here(self, rows: int) -> int:
+        found = self._change(Change.STALE_BEFORE)
+        if not found and self._use is not None:
+            self._use[1] += np.uint64(1)
+            self._use[2] += np.uint64(rows)
+        return found
+
+    def _end_here(self) -> int:
+        return self._change(Change.STALE_AFTER)
+
+    def _change(self, stale: Change) -> int:
+        watch, words = self._watch, self._watch.words
+        if words.slots_closed[0]:
+            return Change.CLOSED
+        if (words.epoch != watch.epoch).any():
+            return Change.OTHER_EPOCH
+        if words.region_closed[0]:
+            return Change.DISCONNECTED
+        if (words.mod_generations[self._slots] > np.uint64(self._generation)).any():
+            return stale
+        return Change.GONE if _is_gone(watch.struct.socket) else 0
+
+
+class GuardedForward:
+    """`cpu.lora_forward` of one plan at sites that share an input; each call is a unit, and for other tensors."""
+
+    def __init__(
+        self, guard: Guard, plan: Plan, dtype: torch.dtype, sites: Sequence[SiteSlots], kernel: Kernel = cpu.BEST
+    ) -> None:
+        """The ranks and scales are those of now; `dtype` is that of each x. Raises ValueError as `cpu.prepare` does."""
+        cpu.check_sites(plan, dtype, sites)
+        isa = cpu.isa_for(kernel, sites)
+        self._guard = guard
+        self._plan = plan
+        self._rows = plan.rows
+        self._dtype = dtype
+        self._in_features = sites[0].in_features
+        self._out_features = [site.out_features for site in sites]
+        self._sites = cpu.captured(sites)
+        self._no_bases = [None] * len(sites)
+        self._call: native.PreparedCall | None = None
+        if isa is not None:
+            self._call = native.PreparedCall(plan, dtype, sites, (isa, kernel.threads), guard.struct)
+            # Every output is made like these, so that only where it lies is new.
+            self._call.point(torch.empty(0, 1), self._outs(), self._no_bases)
+
+    def __call__(self, x: Tensor, bases: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """base + delta, or the delta, as a new [rows, out] tensor per site, in x's dtype.
+
+        x: [rows, in]; bases: [rows, out] per site; last dimensions contiguous. Raises ValueError when a tensor does not
+        fit, and Changed, when what was read may be another adapter's.
+        """
+        cpu.check_matrix("x", x, self._rows, self._in_features, self._dtype)
+        outs, call = self._outs(), self._call
+        if call is None:
+            self._compute_here(x, outs, self._no_bases if bases is None else self._checked(bases))
+            return outs
+        if bases is None:
+            call.point_alike(x, outs)
+            status = call.run()
+        else:
+            call.point(x, outs, self._checked(bases))
+            status = call.run()
+            call.point(x, outs, self._no_bases)  # the next x may come without
+        if status:
+            raise Changed(Change(status)) if status in _CHANGES else call.refusal(status)
+        return outs
+
+    def _compute_here(self, x: Tensor, outs: list[Tensor], bases: Sequence[Tensor | None]) -> None:
+        self._guard.begin(self._rows)
+        eager.lora_forward(self._plan, x, self._sites, outs, bases)
+        self._guard.end()
+
+    def _outs(self) -> list[Tensor]:
+        rows, dtype, empty = self._rows, self._dtype, torch.empty
+        return [empty(rows, features, dtype=dtype) for features in self._out_features]
+
+    def _checked(self, bases: Sequence[Tensor]) -> Sequence[Tensor]:
+        for features, base in zip(self._out_features, bases, strict=True):
+            cpu.check_matrix("base", base, self._rows, features, self._dtype)
+        return bases
+
+
+def _address(words: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> int:
+    address: int = words.__array_interface__["data"][0]
+    return address
+
+
+def _is_gone(socket: int) -> bool:
+    if socket < 0:
+        return True
+    poll = select.poll()
+    poll.register(socket, select.POLLIN | select.POLLRDHUP)
+    return bool(poll.poll(0))
