@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from google.protobuf import duration_pb2
-from slotcar.v1 import adapter_pb2, adapter_service_pb2, engine_service_pb2, layout_pb2, tensor_pb2
+from slotcar.v1 import adapter_pb2, adapter_service_pb2, engine_service_pb2, layout_pb2, plane_pb2, tensor_pb2
 
 from slotcar_client import values
 
@@ -37,6 +37,10 @@ def seconds(message: duration_pb2.Duration) -> float:
 
 def tier(value: int) -> str:
     return _word(adapter_pb2.Tier.Name, "TIER_", value)
+
+
+def plane(value: int) -> str:
+    return _word(plane_pb2.Plane.Name, "PLANE_", value)
 
 
 def version(message: layout_pb2.LayoutVersion) -> values.LayoutVersion:
@@ -141,6 +145,7 @@ def session(message: adapter_service_pb2.SessionStatus) -> values.SessionInfo:
         mappings=tuple(_mapping(mapping) for mapping in message.mappings),
         holds=tuple(_hold(hold) for hold in message.holds),
         forwards_in_flight=message.forwards_in_flight,
+        planes=tuple(map(plane, message.planes)),
     )
 
 

@@ -187,7 +187,8 @@ class HoldInfo:
 class SessionInfo:
     """A session as others see it: `session` is the first 8 characters of its id.
 
-    `grace_left_seconds` is None while a stream keeps it alive; `joined` are the ranks that have joined.
+    `grace_left_seconds` is None while a stream keeps it alive; `joined` are the ranks that have joined, `planes` those of
+    "ring" and "direct" for which ranks are connected to shared memory.
     """
 
     session: str
@@ -200,6 +201,7 @@ class SessionInfo:
     mappings: tuple[MappingInfo, ...]
     holds: tuple[HoldInfo, ...]
     forwards_in_flight: int
+    planes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,8 +109,10 @@ def claimed(path: Path, kind: socket.SocketKind = socket.SOCK_STREAM) -> Iterato
         except BlockingIOError:
             raise StartError(f"another slotcar serves {path}") from None
         _remove_dead_socket(path, kind)
-        yield
-        path.unlink(missing_ok=True)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
     finally:
         os.close(lock)
 

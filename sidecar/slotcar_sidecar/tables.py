@@ -95,12 +95,12 @@ def sessions(found: Iterable[SessionInfo]) -> Rows:
     rows = tuple(
         (
             *(session.session, session.client_name or "-", life(session), ranks(session)),
-            *(str(session.reserved_slots), str(session.forwards_in_flight)),
+            *(" ".join(session.planes) or "stream", str(session.reserved_slots), str(session.forwards_in_flight)),
             *(str(len(session.mappings)), str(len(session.holds))),
         )
         for session in found
     )
-    headers = ("SESSION", "CLIENT", "STATE", "RANKS", "RESERVED", "FORWARDS", "MAPPINGS", "HOLDS")
+    headers = ("SESSION", "CLIENT", "STATE", "RANKS", "PLANES", "RESERVED", "FORWARDS", "MAPPINGS", "HOLDS")
     return Rows(headers, rows)
 
 

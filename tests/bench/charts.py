@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +50,7 @@ class Chart:
     peer: Name
     value: str = "median"
     ratio: bool = False
+    linear: bool = False
 
     def draw(self, lines: Sequence[Line], path: Path) -> None:
         """Writes the chart of all lines of a benchmark."""
@@ -65,26 +68,38 @@ class Chart:
 
 
 def _bars(groups: Mapping[str, Mapping[str, float]], chart: Chart) -> Figure:
-    names = list(dict.fromkeys(name for bars in groups.values() for name in bars))
+    """A bar per name in each group, in the same order and colours, on the whole the longest first."""
+    logarithms: dict[str, list[float]] = {}
+    for bars in groups.values():
+        for name, value in bars.items():
+            logarithms.setdefault(name, []).append(math.log(value))
+    names = sorted(logarithms, key=lambda name: -statistics.fmean(logarithms[name]))
     count = sum(len(bars) for bars in groups.values())
     figure = Figure(figsize=(8, 0.8 + 0.17 * count + 0.12 * len(groups)))
     axes = figure.subplots()
     place, ticks = 0.0, []
     for bars in groups.values():
         start = place
-        for name, value in sorted(bars.items(), key=lambda bar: names.index(bar[0])):
-            axes.barh(place, value, height=0.85, color=_COLOURS[names.index(name) % len(_COLOURS)], label=name)
-            axes.annotate(f" {value:,.3g}" if value < 1000 else f" {value:,.0f}", (value, place), va="center", size=7)
+        for name in filter(bars.__contains__, names):
+            axes.barh(place, bars[name], height=0.85, color=_COLOURS[names.index(name) % len(_COLOURS)], label=name)
+            axes.annotate(f" {_short(bars[name])}", (bars[name], place), va="center", size=7)
             place += 1
         ticks.append((start + place - 1) / 2)
         place += 0.7
     axes.set_yticks(ticks, list(groups))
-    axes.invert_yaxis()
-    axes.set_xscale("log")
+    axes.set_ylim(place - 0.7, -1)
+    if not chart.linear:
+        axes.set_xscale("log")
+        axes.set_xlim(left=10 ** math.floor(math.log10(min(min(bars.values()) for bars in groups.values()))))
+    axes.xaxis.set_major_formatter(lambda value, _: _short(value))
     axes.set_title(chart.title, loc="left", size=10)
     handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    axes.legend(handles.values(), handles.keys(), loc="upper left", bbox_to_anchor=(1, 1))
+    axes.legend([handles[name] for name in names], names, loc="upper left", bbox_to_anchor=(1, 1))
     return figure
+
+
+def _short(value: float) -> str:
+    return f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
 
 
 def _plane(case: Mapping[str, Any]) -> str:
@@ -108,14 +123,15 @@ CHARTS: Mapping[str, Chart] = {
     "planes": Chart(
         f"One Forward, {_MICROSECONDS}",
         group=lambda case: f"{case['work']}, {case['bytes'] >> 10} KiB, cores: {case['cores']}",
-        ours=_plane,
-        peer=_peer,
+        ours=lambda case: "guarded kernel" if case["call"] == "kernel" else _plane(case),
+        peer=lambda case: "unguarded kernel" if case["call"] == "kernel" else _peer(case),
     ),
     "step": Chart(
         f"A decode step of 128 Forwards, {_MICROSECONDS}",
         group=lambda case: str(case["dtype"]),
         ours=_plane,
         peer=lambda case: f"in process, {case['peer_memory']} memory",
+        linear=True,
     ),
     "load": Chart(
         f"Loading an adapter, {_MICROSECONDS} of CPU time",
@@ -143,5 +159,6 @@ CHARTS: Mapping[str, Chart] = {
         group=lambda case: str(case["model"]),
         ours=lambda case: case["plane"] if case["plane"] == "in-process" else _plane(case),
         peer=_peer,
+        linear=True,
     ),
 }

@@ -159,7 +159,7 @@ def timed(call: Call) -> Took:
 
 
 def _at(choose: Callable[[Sequence[float]], float], times: Sequence[Took]) -> Took:
-    return Took(*(round(choose([took[clock] for took in times]), 1) for clock in range(2)))
+    return Took(*(round(choose([took[clock] for took in times]), 2) for clock in range(2)))
 
 
 def _p99(values: Sequence[float]) -> float:
@@ -167,7 +167,7 @@ def _p99(values: Sequence[float]) -> float:
 
 
 def _ratio(theirs: float, ours: float) -> float:
-    return round(theirs / ours, 2) if ours else 0.0
+    return float(f"{theirs / ours:.3g}") if ours else 0.0
 
 
 def _of_cpu(field: str) -> str:

@@ -2,7 +2,8 @@
 
 `echo` is a mapping of BASE entries in ADD mode, so that the bytes of `base` come back and nothing is computed: 16 or
 128 KiB each way. `rank-16` is the delta of one adapter of hidden size 4096, one row for each 16 KiB. Ours is the whole
-call of the public client, from tensor to tensor.
+call of the public client, from tensor to tensor; where `call` is `kernel`, it is a prepared call with the checks of the
+direct plane, and the peer is the same without them.
 
 Peers: two C processes with shared memory and two eventfds (as many copies as ours), a bare gRPC unary call that sends
 the same bytes to and fro, and the same kernel, prepared once, in this process. Each is measured with all processes on
@@ -14,20 +15,21 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from slotcar_client import BASE, Session
-from slotcar_kernels import cpu
-from slotcar_kernels.plan import plan_rows
+from slotcar_kernels import cpu, native
+from slotcar_kernels.plan import Plan, plan_rows
 
 from tests.bench import eventfd
 from tests.bench.cores import placed
 from tests.bench.grpc_echo import Echo, echo_call, echo_server
-from tests.bench.harness import Call, Peer, Record
+from tests.bench.guarded import prepared_calls
+from tests.bench.harness import Call, Peer, Record, Took
 from tests.bench.sides import Turn, in_turns, repeated
 from tests.bench.sizes import Size, size_wanted
 from tests.bench.slots import PrivateSlots
@@ -36,6 +38,7 @@ from tests.bench.stage import PLANES, Site, Stage, adapter_weights, serving, ski
 HIDDEN = 4096
 RANK = 16
 ECHO_IN = 16
+PEERS: tuple[Peer, ...] = ("eventfd", "grpc-unary", "in-process")
 PAYLOADS = (16 << 10, 128 << 10)
 ITEM_BYTES = 4
 PROJECTION = Site("model.layers.0.self_attn.q_proj", HIDDEN, HIDDEN)
@@ -55,6 +58,10 @@ class Work:
     @property
     def is_echo(self) -> bool:
         return self.name == "echo"
+
+    @property
+    def plan(self) -> Plan:
+        return plan_rows([(None if self.is_echo else 0, self.rows)])
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         x = torch.randn(self.rows, self.site.in_features)
@@ -81,16 +88,21 @@ class Bench:
     ping_pong: Path | None
     size: Size
 
-    def measure(self, work: Work, placement: dict[str, Any]) -> None:
+    def measure(self, work: Work, cores: int) -> None:
         """Prints a record for each plane and peer of a work."""
         with contextlib.ExitStack() as stack:
-            turns = {**self._ours(work), **self._peers(work, stack)}
+            turns = {**self._ours(work), **self._peers(work, stack), **self._prepared(work)}
             times = in_turns(turns, self.size.pick(1, 15, 40))
+        case = {"work": work.name, "bytes": work.size_bytes, "cores": cores}
+        near, echo = cores == 1, work.is_echo and work.size_bytes == PAYLOADS[0]
         for plane in self.sessions:
-            for peer in ("eventfd", "grpc-unary", "in-process"):
+            for peer in PEERS:
                 if peer in times:
-                    case = {"work": work.name, "bytes": work.size_bytes, "plane": plane, **placement}
-                    _record(case, peer, times).printed()
+                    target = near and echo and plane == "ring" and peer != "in-process"
+                    _print({**case, "plane": plane, "call": "client"}, target, (times[plane], peer, times[peer]))
+        if "guarded" in times:
+            sides = (times["guarded"], PEERS[2], times["unguarded"])
+            _print({**case, "plane": "direct", "call": "kernel"}, near, sides)
 
     def _ours(self, work: Work) -> dict[str, Turn]:
         x, base = work.tensors()
@@ -117,8 +129,15 @@ class Bench:
     def _local(self, work: Work) -> Call:
         x, base = work.tensors()
         out = torch.empty(work.rows, work.site.out_features)
-        plan = plan_rows([(None if work.is_echo else 0, work.rows)])
-        return cpu.prepare(plan, x, [self.slots.sites[work.site.name]], [out], [base])
+        return cpu.prepare(work.plan, x, [self.slots.sites[work.site.name]], [out], [base])
+
+    def _prepared(self, work: Work) -> dict[str, Turn]:
+        if native.library() is None:
+            return {}
+        x, base = work.tensors()
+        calls = prepared_calls(work.plan, x, self.slots.sites[work.site.name], base)
+        count = self.size.pick(2, 40, 100)
+        return {name: Turn(repeated(call), count) for name, call in zip(("guarded", "unguarded"), calls, strict=True)}
 
 
 def _forward(session: Session, work: Work, x: torch.Tensor, base: torch.Tensor | None) -> Call:
@@ -136,15 +155,10 @@ def _forward(session: Session, work: Work, x: torch.Tensor, base: torch.Tensor |
     return call
 
 
-def _record(case: dict[str, Any], peer: Peer, times: dict[str, list[Any]]) -> Record:
-    """The ring's targets are at 16 KiB with all on one core, the direct plane's wherever it runs."""
-    plane = case["plane"]
-    near = case["cores"] == 1
-    target = (
-        plane == "ring" and near and case["work"] == "echo" and case["bytes"] == PAYLOADS[0] and peer != "in-process"
-    ) or (plane == "direct" and near and peer == "in-process")
-    described = {**case, "target": True} if target else case
-    return Record.of("planes", described, ("slotcar", times[plane]), (peer, times[peer]))
+def _print(case: dict[str, Any], target: bool, sides: tuple[Sequence[Took], Peer, Sequence[Took]]) -> None:
+    ours, peer, theirs = sides
+    marked = {**case, "target": True} if target else case
+    Record.of("planes", marked, ("slotcar", ours), (peer, theirs)).printed()
 
 
 @contextlib.contextmanager
@@ -174,10 +188,10 @@ def main() -> None:
     torch.set_num_threads(1)
     cores = sorted(os.sched_getaffinity(0))
     with built(size) as bench:
-        for chosen in (cores[:1], cores):
+        for chosen in (cores[:1], cores)[: len(cores)]:
             with placed(chosen, bench.stage.pid, bench.echo.pid):
                 for work in works():
-                    bench.measure(work, {"cores": len(chosen)})
+                    bench.measure(work, len(chosen))
 
 
 if __name__ == "__main__":

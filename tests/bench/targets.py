@@ -97,7 +97,7 @@ TARGETS = (
     *_of_kernels("bfloat16", small=10, large=0.65, roof=0.7),
     Target("planes", "ring, 16 KiB echo: over two C processes", SLOWER, 2.5, _on("ring", peer="eventfd"), most=True),
     Target("planes", "ring, 16 KiB echo: less than gRPC unary", FASTER, 20, _on("ring", peer="grpc-unary")),
-    Target("planes", "direct: over a local call", LATER, 1, _on("direct", peer="in-process"), most=True),
+    Target("planes", "direct: over a local call", LATER, 1, _on("direct", peer="in-process", call="kernel"), most=True),
     Target("step", "direct: over shared pages", SLOWER, 1.05, _on("direct", peer_memory="shared"), most=True),
     Target("step", "direct: over anonymous memory", SLOWER, 1.12, _on("direct", peer_memory="anonymous"), most=True),
     Target("step", "ring: over shared pages", SLOWER, 1.6, _on("ring", peer_memory="shared"), most=True),

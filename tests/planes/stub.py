@@ -126,8 +126,10 @@ class PlaneStub:
         return future
 
     def _learn_mapping(self, request: pb.SetMappingRequest, response: pb.SetMappingResponse) -> None:
-        digests = tuple(entry.digest for entry in response.entries)
-        places = tuple(entry.slot if entry.HasField("slot") else None for entry in response.entries)
+        # A request in short gets an answer for each of its targets.
+        entries = [response.entries[i] for i in request.indices] if request.targets else response.entries
+        digests = tuple(entry.digest for entry in entries)
+        places = tuple(entry.slot if entry.HasField("slot") else None for entry in entries)
         self._mapped[request.session, request.mapping_id] = Mapped(response.generation, digests, places)
         self._digests[region.fingerprint(digests)] = digests
 
@@ -159,7 +161,7 @@ class PlaneStub:
         return response.forward
 
     def _items(self, request: pb.ForwardRequest) -> list[tuple[int, model_pb2.Site]] | None:
-        """The site of each item, if the request can be said on a plane; an unknown one has the index behind the last."""
+        """The site of each item, if the request can be said on a plane, which knows sites by their numbers."""
         model = self._models.get(request.session)
         if model is None or not request.items or not request.items[0].HasField("x"):
             return None
@@ -168,7 +170,9 @@ class PlaneStub:
         found, x = [], request.items[0].x
         for item in request.items:
             x = item.x if item.HasField("x") else x
-            number, site = index.get(item.site, (len(model.sites), model_pb2.Site(in_features=x.columns)))
+            if item.site not in index:
+                return None
+            number, site = index[item.site]
             adds = item.mode == pb.FORWARD_MODE_ADD
             sound = _is_plain(x, rows, site.in_features, dtype) and adds == item.HasField("base")
             if (
@@ -222,8 +226,6 @@ class PlaneStub:
         mapped = self._mapped.get((request.session, request.mapping_id))
         counts = list(request.row_counts)
         if mapped is None or mapped.generation != request.generation or len(counts) != len(mapped.slots):
-            return None
-        if any(number == len(self._models[request.session].sites) for number, _ in sites):
             return None
         if len({item.site for item in request.items}) != len(request.items):
             return None

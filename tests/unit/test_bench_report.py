@@ -25,7 +25,7 @@ MACHINE = {"cpu": "a CPU", "flags": "avx2 fma", "cores": 2, "kernel": "6.1", "to
 
 def record(plane: str, peer: Peer, ours_us: float, peer_us: float, **case: Any) -> dict[str, Any]:
     """One line of `planes`; nothing of it depends on where the test runs."""
-    fields = {"work": "echo", "bytes": 16 << 10, "cores": 1, "plane": plane, **case}
+    fields = {"work": "echo", "bytes": 16 << 10, "cores": 1, "plane": plane, "call": "client", **case}
     sides = ("slotcar", [Took(ours_us, ours_us)] * 3), (peer, [Took(peer_us, peer_us)] * 3)
     return asdict(replace(Record.of("planes", fields, *sides), machine={**MACHINE, "date": "2026-01-01"}))
 
@@ -33,8 +33,8 @@ def record(plane: str, peer: Peer, ours_us: float, peer_us: float, **case: Any) 
 LINES = [
     record("ring", "eventfd", 20.0, 10.0, target=True),
     record("ring", "grpc-unary", 20.0, 300.0, target=True),
-    record("direct", "in-process", 2.5, 2.0, target=True),
-    record("direct", "in-process", 2.9, 2.0, target=True, bytes=128 << 10),
+    record("direct", "in-process", 2.5, 2.0, target=True, call="kernel"),
+    record("direct", "in-process", 2.9, 2.0, target=True, call="kernel", bytes=128 << 10),
     {"bench": "step", "case": {"plane": "ring"}, "skipped": "no such plane"},
 ]
 
@@ -66,7 +66,7 @@ def test_each_line_is_a_row_and_each_benchmark_a_plot(tmp_path: Path) -> None:
     text = write(tmp_path, LINES)
     section = text.partition("## planes")[2]
     assert "In all: work echo, cores 1." in section
-    assert row_of(section, "16,384 | ring | grpc-unary")[3:6] == ["20.0 µs", "300.0 µs", "**15**"]
+    assert row_of(section, "16,384 | ring | client | grpc-unary")[4:7] == ["20.0 µs", "300.0 µs", "**15**"]
     assert "- step, plane ring: no such plane" in text
     svg = (tmp_path / "out" / "planes.svg").read_text(encoding="utf-8")
     assert svg.startswith("<?xml")

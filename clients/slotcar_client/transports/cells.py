@@ -7,7 +7,6 @@ belongs to a newer call.
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections import deque
 from typing import NamedTuple, Protocol
@@ -56,18 +55,6 @@ class ConnectionLost(Unavailable):
     """The connection ended before the answer was there; the call may be repeated over another."""
 
 
-class Answer(NamedTuple):
-    """What came back, with its payload."""
-
-    status: int
-    payload_bytes: int
-    generation: int
-    fingerprint: int
-    queue_nanos: int
-    compute_nanos: int
-    payload: bytes
-
-
 class Asked:
     """A cell that is taken, and its block of the arena. `sequence` is 0 until the call is submitted."""
 
@@ -95,9 +82,6 @@ class Cells:
         self.ahead: deque[Ahead] = deque()
         self.payload_bytes = geometry.payload_bytes
         self.arena = Arena(geometry.arena_bytes)
-        # Keeps the memory mapped for as long as its address is known.
-        self._memory = ctypes.c_char.from_buffer(connection.region)
-        self.arena_address = ctypes.addressof(self._memory) + geometry.arena_offset
         self._cells = [_cell(geometry, number) for number in range(geometry.cells)]
         self._region = connection.region
         self._words = connection.words
@@ -156,8 +140,9 @@ class Cells:
     def has_answer(self, asked: Asked) -> bool:
         return self._words[asked.cell.answered] == asked.sequence
 
-    def wait(self, asked: Asked, timeout_seconds: float) -> Answer:
-        """The answer of a call that was submitted. Raises DeadlineExceeded, ConnectionLost or AuditFailed."""
+    def wait(self, asked: Asked, timeout_seconds: float) -> int:
+        """Returns the fingerprint when a call that was submitted was answered. Raises the error that it was answered
+        with, DeadlineExceeded, ConnectionLost or AuditFailed."""
         words, answered, sequence = self._words, asked.cell.answered, asked.sequence
         connection, deadline = self.connection, time.monotonic() + timeout_seconds
         while words[answered] != sequence:
@@ -165,20 +150,31 @@ class Cells:
                 raise ConnectionLost("the sidecar is gone, or ended the connection, before it answered")
             if not connection.wait(max(deadline - time.monotonic(), 0.0)):
                 raise DeadlineExceeded(f"no answer within {timeout_seconds:g} s")
-        return self._read(asked.cell)
+        status, _, _, fingerprint, _, _ = ANSWER.unpack_from(self._region, asked.cell.answer)
+        if status:
+            raise self._refusal(asked)
+        return int(fingerprint)
 
-    def _read(self, cell: _Cell) -> Answer:
-        header = ANSWER.unpack_from(self._region, cell.answer)
-        size = header[1]
-        if not size:
-            return Answer._make((*header, b""))
+    def payload(self, asked: Asked) -> bytes:
+        """The response in the answer of a call. Raises AuditFailed."""
+        _, size, *_ = ANSWER.unpack_from(self._region, asked.cell.answer)
         if size > self.payload_bytes:
             raise AuditFailed(
                 f"the answer's payload has {size} bytes, a cell only {self.payload_bytes}",
                 found=size,
                 wanted=self.payload_bytes,
             )
-        return Answer._make((*header, self._region[cell.answer_payload : cell.answer_payload + size]))
+        return self._region[asked.cell.answer_payload : asked.cell.answer_payload + size]
+
+    def _refusal(self, asked: Asked) -> SlotcarError:
+        status, *_ = ANSWER.unpack_from(self._region, asked.cell.answer)
+        if status != Status.ERROR:
+            return AuditFailed(f"the answer's status is {status}", found=status, wanted="0 or 1")
+        payload = self.payload(asked)
+        try:
+            return from_message(error_pb2.Error.FromString(payload))
+        except DecodeError:
+            return AuditFailed("the answer is an error that is no Error message", found=payload[:64])
 
     def give_back(self, asked: Asked) -> None:
         """Nobody wants the cell any more; it is free when its answer is there, or when nothing was submitted."""
@@ -206,19 +202,3 @@ def _cell(geometry: RegionGeometry, number: int) -> _Cell:
         answer_payload=geometry.answer_payload_offset(number),
         answered=answered // WORD.size,
     )
-
-
-def check_status(answer: Answer) -> None:
-    """Raises the error that the answer is, or AuditFailed when it is neither an answer nor an error."""
-    if answer.status == Status.OK:
-        return
-    if answer.status != Status.ERROR:
-        raise AuditFailed(f"the answer's status is {answer.status}", found=answer.status, wanted="0 or 1")
-    raise _error(answer.payload)
-
-
-def _error(payload: bytes) -> SlotcarError:
-    try:
-        return from_message(error_pb2.Error.FromString(payload))
-    except DecodeError:
-        return AuditFailed("the answer is an error that is no Error message", found=payload[:64])

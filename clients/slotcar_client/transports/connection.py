@@ -37,7 +37,7 @@ class Connection:
 
     `region` is mapped for both sides; `words` is the same memory in words of 64 bits, which are read and written whole:
     struct.pack_into is not for words that the other side reads meanwhile, as it writes zeros first. `slots` is the
-    slots file, mapped for reading; None on the ring plane.
+    slots file, mapped for reading; None on the ring plane. Nothing is sent over `link`, which tells who lives.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class Connection:
         self.words = memoryview(region).cast("Q")
         self.geometry, self.epoch = RegionGeometry.read(memoryview(region))
         self.slots = slots
+        self.link = link
         self.ended = False
         _, self._sidecar_doorbell, doorbell, *_ = descriptors
         self._doorbell_rang = [(doorbell, select.EPOLLIN)]

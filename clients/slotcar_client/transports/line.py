@@ -6,6 +6,7 @@ Invariant: the cells belong to the session and the epoch that `use` named last.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -15,7 +16,7 @@ from slotcar.v1 import engine_service_pb2, plane_pb2
 from slotcar_client.effects import Call
 from slotcar_client.errors import AuditFailed, SessionClosed
 from slotcar_client.rpc import Rpc
-from slotcar_client.transports.cells import Cells, ConnectionLost, check_status
+from slotcar_client.transports.cells import Cells, ConnectionLost
 from slotcar_client.transports.connection import Connect
 
 T = TypeVar("T")
@@ -64,29 +65,22 @@ class Line:
             self._connected()
 
     def repeated(self, attempt: Callable[[Cells], T]) -> T:
-        """The result of `attempt` with the cells; once more with those of a new connection if that one ends meanwhile.
+        """The result of an attempt; of another over a new connection, if the one that it used ends meanwhile.
 
-        What travels on a plane may be repeated. Whatever else than a SlotcarError ends an attempt may have ended it in
-        the middle of a step, so that its connection is of no more use.
+        What travels on a plane may be repeated. What ends an attempt and is no Exception may have ended it between any
+        two steps, so its connection is of no more use.
         """
         try:
-            return self._attempted(attempt)
-        except ConnectionLost:
-            self.drop()
-        return self._attempted(attempt)
-
-    def _attempted(self, attempt: Callable[[Cells], T]) -> T:
-        cells, ended = self.cells, False
-        try:
-            result = attempt(cells)
-            ended = True
-        except Exception:
-            ended = True
-            raise
-        finally:
-            if not ended:
+            try:
+                return attempt(self.cells)
+            except ConnectionLost:
                 self.drop()
-        return result
+                return attempt(self.cells)
+        except Exception:
+            raise
+        except BaseException:
+            self.drop()
+            raise
 
     def call(self, call: Call) -> Any:
         """The response to one RPC. Raises SlotcarError."""
@@ -96,8 +90,7 @@ class Line:
         payload = call.request.SerializeToString()
         if max(len(payload), _answer_bytes(call.request)) > self.cells.payload_bytes:
             return self._rpc.call(call)
-        seconds = self._rpc.deadline_seconds(call)
-        answer = self.repeated(lambda cells: _ask(cells, kind, payload, seconds))
+        answer = self.repeated(partial(_ask, kind, payload, self._rpc.deadline_seconds(call)))
         try:
             return response.FromString(answer)
         except DecodeError as error:
@@ -132,12 +125,11 @@ def _answer_bytes(request: Message) -> int:
     return 0
 
 
-def _ask(cells: Cells, kind: Kind, payload: bytes, timeout_seconds: float) -> bytes:
+def _ask(kind: Kind, payload: bytes, timeout_seconds: float, cells: Cells) -> bytes:
     asked = cells.take(0, timeout_seconds)
     try:
         cells.submit(asked, kind, payload)
-        answer = cells.wait(asked, timeout_seconds)
+        cells.wait(asked, timeout_seconds)
+        return cells.payload(asked)
     finally:
         cells.give_back(asked)
-    check_status(answer)
-    return answer.payload

@@ -10,13 +10,13 @@ import torch
 from slotcar.shm.region import Kind
 from slotcar.v1 import engine_service_pb2, plane_pb2
 
-from slotcar_client.effects import Call, Forward, ForwardCall
-from slotcar_client.errors import CapacityExceeded, DeadlineExceeded, SlotcarError
+from slotcar_client.effects import Call, Forward
+from slotcar_client.errors import DeadlineExceeded, SlotcarError
 from slotcar_client.rpc import Rpc
 from slotcar_client.transports.cells import Asked, Cells, ConnectionLost
 from slotcar_client.transports.connection import Connect
 from slotcar_client.transports.line import Line
-from slotcar_client.transports.shapes import Devices, MixedDtypes, Shape, Shapes, by_dtype, devices
+from slotcar_client.transports.shapes import Devices, MixedDtypes, Place, Shape, Shapes, by_dtype
 
 Outputs = dict[str, torch.Tensor]
 
@@ -30,74 +30,63 @@ class RingTransport:
         self._shapes: Shapes | None = None
 
     def use(self, opened: engine_service_pb2.SessionOpened) -> None:
-        self._shapes = Shapes(opened)
         self._line.use(opened)
+        self._shapes = Shapes(opened, self._line.cells)
 
     def forward(self, forward: Forward) -> Outputs:
         try:
-            shape = self._shape(forward)
+            return self._line.repeated(partial(self._forward, forward))
         except MixedDtypes:
             return {site: output for part in by_dtype(forward) for site, output in self.forward(part).items()}
-        return self._line.repeated(partial(self._forward, forward.call, shape))
 
     def send(self, forward: Forward) -> RingSent | None:
         try:
-            shape = self._shape(forward)
+            return self._line.repeated(partial(self._send, forward))
         except MixedDtypes:
             return None
-        return self._line.repeated(partial(self._send, forward.call, shape))
 
     def call(self, call: Call) -> Any:
         return self._line.call(call)
 
     def close(self) -> None:
         self._line.close()
+        self._shapes = None
 
-    def _shape(self, forward: Forward) -> Shape:
-        assert self._shapes is not None
-        return self._shapes.of(forward)
+    def _forward(self, forward: Forward, cells: Cells) -> Outputs:
+        return self._submitted(forward, cells).take(self._seconds)
 
-    def _forward(self, call: ForwardCall, shape: Shape, cells: Cells) -> Outputs:
-        asked = self._submit(call, shape, cells)
-        try:
-            answer = cells.wait(asked, self._seconds)
-            return shape.outputs(answer, cells.arena_address + asked.block[0], devices(call))
-        finally:
-            cells.give_back(asked)
-
-    def _send(self, call: ForwardCall, shape: Shape, cells: Cells) -> RingSent:
-        sent = RingSent(shape, devices(call), cells, self._submit(call, shape, cells))
+    def _send(self, forward: Forward, cells: Cells) -> RingSent:
+        sent = self._submitted(forward, cells)
         cells.ahead.append(sent)
         return sent
 
-    def _submit(self, call: ForwardCall, shape: Shape, cells: Cells) -> Asked:
+    def _submitted(self, forward: Forward, cells: Cells) -> RingSent:
+        shapes = self._shapes
+        if shapes is None or shapes.cells is not cells:
+            shapes = self._shapes = Shapes(self._line.opened, cells)
+        shape = shapes.of(forward)
         asked = cells.take(shape.bytes, self._seconds)
         try:
-            start = asked.block[0]
-            payload = shape.payload(start)
-            if len(payload) > cells.payload_bytes:
-                raise CapacityExceeded(
-                    f"a Forward of {len(call.row_counts)} entries has {len(payload)} bytes, a cell of the ring only "
-                    f"{cells.payload_bytes}: use fewer entries, or the stream",
-                    found=len(payload),
-                    wanted=cells.payload_bytes,
-                )
-            shape.fill(call, cells.arena_address + start)
-            cells.submit(asked, Kind.FORWARD, payload)
+            place = shape.place(shapes.arena, asked.block[0])
+            devices = place.fill(forward.call)
+            cells.submit(asked, Kind.FORWARD, place.payload)
         except BaseException:
             cells.give_back(asked)
             raise
-        return asked
+        return RingSent(cells, asked, shape, place, devices)
 
 
 class RingSent:
-    """A Forward that was sent ahead. Its cell is given back once, when its outcome was taken out of it."""
+    """A Forward that was submitted. Its cell is given back once, when its outcome was taken out of it."""
 
-    def __init__(self, shape: Shape, devices: Devices, cells: Cells, asked: Asked) -> None:
-        self._shape = shape
-        self._devices = devices
+    __slots__ = ("_asked", "_cells", "_devices", "_error", "_outputs", "_place", "_shape")
+
+    def __init__(self, cells: Cells, asked: Asked, shape: Shape, place: Place, devices: Devices) -> None:
         self._cells = cells
         self._asked: Asked | None = asked
+        self._shape = shape
+        self._place = place
+        self._devices = devices
         self._outputs: Outputs | None = None
         self._error: SlotcarError | None = None
 
@@ -115,18 +104,23 @@ class RingSent:
         return self._outputs
 
     def settle(self, timeout_seconds: float) -> None:
-        """Waits for the outcome and keeps it, whatever it is. Raises DeadlineExceeded or ConnectionLost."""
-        asked, cells = self._asked, self._cells
-        assert asked is not None
+        """Keeps the outcome for `collect`; that of a connection that is lost is none. Raises as Ahead says."""
         try:
-            answer = cells.wait(asked, timeout_seconds)
-            self._outputs = self._shape.outputs(answer, cells.arena_address + asked.block[0], self._devices)
+            self._outputs = self.take(timeout_seconds)
         except ConnectionLost:
             raise
         except SlotcarError as error:
             self._error = error
             if isinstance(error, DeadlineExceeded):
                 raise
+
+    def take(self, timeout_seconds: float) -> Outputs:
+        """Waits for the outputs and gives the cell back. Raises SlotcarError."""
+        cells, asked = self._cells, self._asked
+        assert asked is not None
+        self._asked = None
+        try:
+            self._shape.audit(cells.wait(asked, timeout_seconds))
+            return self._place.outputs(self._devices)
         finally:
-            self._asked = None
             cells.give_back(asked)

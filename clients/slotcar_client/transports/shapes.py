@@ -15,22 +15,29 @@ from slotcar.v1 import engine_service_pb2, model_pb2
 from slotcar_kernels.buffers import DTYPE_NAMES, DTYPES
 
 from slotcar_client.effects import Forward, ForwardCall
-from slotcar_client.errors import AuditFailed, MappingNotFound, ModelUnknown, ShapeMismatch, SiteUnknown
+from slotcar_client.errors import (
+    AuditFailed,
+    CapacityExceeded,
+    MappingNotFound,
+    ModelUnknown,
+    ShapeMismatch,
+    SiteUnknown,
+)
 from slotcar_client.protocol import shared_inputs
 from slotcar_client.torch_tensors import check_sites
 from slotcar_client.transports.arena import aligned
-from slotcar_client.transports.cells import Answer, check_status
+from slotcar_client.transports.cells import Cells
 from slotcar_client.values import Mapping
 
 # Each site of the model with its index in it.
 Sites: TypeAlias = dict[str, tuple[int, model_pb2.Site]]
 
-# Where the outputs of some sites go, if it is not the CPU.
+# Where the outputs of the sites go that are not for the CPU.
 Devices: TypeAlias = dict[str, torch.device]
 
+_HERE: Devices = {}
 _MAX_SHAPES = 1024
 _MAX_PLACES = 64
-_CPU = torch.device("cpu")
 
 
 class _Part(NamedTuple):
@@ -38,8 +45,42 @@ class _Part(NamedTuple):
 
     site: str
     offset: int
-    bytes: int
     size: torch.Size
+
+
+class _Target(NamedTuple):
+    """Where an input of a site is copied to."""
+
+    site: str
+    tensor: torch.Tensor
+    address: int
+    bytes: int
+
+
+class Place(NamedTuple):
+    """The block of a call at one place of the arena: the request's payload, where the tensors go, and the outputs."""
+
+    payload: bytes
+    xs: list[_Target]
+    bases: list[_Target]
+    outs: list[tuple[str, torch.Tensor]]
+
+    def fill(self, call: ForwardCall) -> Devices:
+        """Copies the inputs of a call that has this shape; returns where its outputs go, if not all are for the CPU."""
+        inputs, base, all_here = call.inputs, call.base, True
+        for target in self.xs:
+            all_here = _copy(inputs[target.site], target) and all_here
+        if base is not None:
+            for target in self.bases:
+                _copy(base[target.site], target)
+        return _HERE if all_here else {site: x.device for site, x in inputs.items() if not x.is_cpu}
+
+    def outputs(self, devices: Devices) -> dict[str, torch.Tensor]:
+        """{site: output}, each a tensor of its own."""
+        outputs = {site: out.clone() for site, out in self.outs}
+        for site, device in devices.items():
+            outputs[site] = outputs[site].to(device)
+        return outputs
 
 
 class MixedDtypes(ShapeMismatch):
@@ -47,22 +88,22 @@ class MixedDtypes(ShapeMismatch):
 
 
 class Shape:
-    """`bytes` is how much of the arena a call takes; `fingerprint` stands for the digests that it must use."""
+    """`bytes` is how much of the arena a call takes."""
 
     def __init__(self, call: ForwardCall, mapping: Mapping, sites: Sites) -> None:
         """Raises MixedDtypes, or RequestInvalid, ShapeMismatch or SiteUnknown for tensors that do not fit the sites."""
         check_sites(call)
         self.mapping = mapping
-        self.fingerprint = region.fingerprint(mapping.entry_digests)
-        self.dtype = next(iter(call.inputs.values())).dtype
         self.bytes = 0
+        self._fingerprint = region.fingerprint(mapping.entry_digests)
+        self._dtype = next(iter(call.inputs.values())).dtype
         self._rows = sum(call.row_counts)
         self._row_counts = call.row_counts
         self._xs: list[_Part] = []
         self._bases: list[_Part] = []
         self._outs: list[_Part] = []
         self._items: list[region.Item] = []
-        self._payloads: dict[int, bytes] = {}
+        self._places: dict[int, Place] = {}
         for name, travels in shared_inputs(call.inputs.items()):
             self._add(call, name, travels, sites)
 
@@ -70,7 +111,7 @@ class Shape:
         if name not in sites:
             raise SiteUnknown(f"the model has no site {name!r}", site=name)
         index, site = sites[name]
-        if call.inputs[name].dtype != self.dtype:
+        if call.inputs[name].dtype != self._dtype:
             raise MixedDtypes(f"x of {name} has another dtype than the first", field=f"x of {name}")
         self._check(f"x of {name}", call.inputs[name], site.in_features)
         if travels:
@@ -84,87 +125,88 @@ class Shape:
         self._items.append(region.Item(index, self._xs[-1].offset, base_offset, self._outs[-1].offset))
 
     def _part(self, name: str, features: int) -> _Part:
-        part = _Part(name, self.bytes, self._rows * features * self.dtype.itemsize, torch.Size((self._rows, features)))
-        self.bytes += aligned(part.bytes)
+        part = _Part(name, self.bytes, torch.Size((self._rows, features)))
+        self.bytes += aligned(part.size.numel() * self._dtype.itemsize)
         return part
 
     def _check(self, field: str, tensor: torch.Tensor, features: int) -> None:
         found, wanted = list(tensor.shape), [self._rows, features]
         if found != wanted:
             raise ShapeMismatch(f"{field} is {found}, wanted {wanted}", field=field, found=found, wanted=wanted)
-        if tensor.dtype != self.dtype:
-            raise _wrong_dtype(field, tensor.dtype, str(self.dtype).removeprefix("torch."))
+        if tensor.dtype != self._dtype:
+            raise _wrong_dtype(field, tensor.dtype, str(self._dtype).removeprefix("torch."))
         if tensor.dtype not in DTYPE_NAMES:
             raise _wrong_dtype(field, tensor.dtype, " or ".join(DTYPES))
 
     def fits(self, call: ForwardCall) -> bool:
         """Whether the tensors have the sizes and the dtype of this shape."""
-        dtype, inputs, base = self.dtype, call.inputs, call.base
-        for site, _, _, size in self._xs:
+        dtype, inputs, base = self._dtype, call.inputs, call.base
+        for site, _, size in self._xs:
             tensor = inputs[site]
             if tensor.dtype is not dtype or tensor.shape != size:
                 return False
-        if base is None:
-            return True
-        return base.keys() == inputs.keys() and all(
-            base[site].dtype is dtype and base[site].shape == size for site, _, _, size in self._bases
+        return base is None or (
+            base.keys() == inputs.keys()
+            and all(base[site].dtype is dtype and base[site].shape == size for site, _, size in self._bases)
         )
 
-    def payload(self, start: int) -> bytes:
-        """The request of a call whose block begins at `start` of the arena."""
-        payload = self._payloads.get(start)
-        if payload is None:
-            payload = self._packed(start)
-            while len(self._payloads) >= _MAX_PLACES:
-                del self._payloads[next(iter(self._payloads))]
-            self._payloads[start] = payload
-        return payload
+    @property
+    def payload_bytes(self) -> int:
+        return len(self._request(0).pack())
 
-    def _packed(self, start: int) -> bytes:
+    def audit(self, fingerprint: int) -> None:
+        """Raises AuditFailed unless the answer was computed with the digests of the mapping."""
+        if fingerprint != self._fingerprint:
+            raise AuditFailed(
+                "the server computed with other digests than the mapping's",
+                found=f"{fingerprint:016x}",
+                wanted=f"{self._fingerprint:016x}",
+            )
+
+    def place(self, arena: torch.Tensor, start: int) -> Place:
+        """A call whose block begins at `start` of the arena."""
+        place = self._places.get(start)
+        if place is None:
+            while len(self._places) >= _MAX_PLACES:
+                del self._places[next(iter(self._places))]
+            place = self._places[start] = self._placed(arena, start)
+        return place
+
+    def _placed(self, arena: torch.Tensor, start: int) -> Place:
+        def at(parts: list[_Part]) -> list[tuple[str, torch.Tensor]]:
+            return [(part.site, self._tensor(arena, start + part.offset, part.size)) for part in parts]
+
+        xs, bases = (
+            [_Target(site, to, to.data_ptr(), to.nbytes) for site, to in at(parts)] for parts in (self._xs, self._bases)
+        )
+        return Place(self._request(start).pack(), xs, bases, at(self._outs))
+
+    def _request(self, start: int) -> region.Forward:
         items = [
             region.Item(site, x + start, base if base == region.NO_BASE else base + start, out + start)
             for site, x, base, out in self._items
         ]
-        dtype = slots.DTYPES.index(DTYPE_NAMES[self.dtype])
-        mapping = self.mapping
-        return region.Forward(mapping.mapping_id, mapping.generation, dtype, self._row_counts, items).pack()
+        dtype = slots.DTYPES.index(DTYPE_NAMES[self._dtype])
+        return region.Forward(self.mapping.mapping_id, self.mapping.generation, dtype, self._row_counts, items)
 
-    def fill(self, call: ForwardCall, address: int) -> None:
-        """Copies the tensors into the block at `address`."""
-        for site, offset, size, _ in self._xs:
-            _copy(address + offset, call.inputs[site], size)
-        if call.base is not None:
-            for site, offset, size, _ in self._bases:
-                _copy(address + offset, call.base[site], size)
-
-    def outputs(self, answer: Answer, address: int, devices: Devices) -> dict[str, torch.Tensor]:
-        """{site: output} from the block at `address`, each a tensor of its own. Raises SlotcarError."""
-        if answer.status:
-            check_status(answer)
-        if answer.fingerprint != self.fingerprint:
-            raise AuditFailed(
-                "the server computed with other digests than the mapping's",
-                found=f"{answer.fingerprint:016x}",
-                wanted=f"{self.fingerprint:016x}",
-            )
-        outputs: dict[str, torch.Tensor] = {}
-        for site, offset, size, shape in self._outs:
-            output = outputs[site] = torch.empty(shape, dtype=self.dtype, device=_CPU)
-            ctypes.memmove(output.data_ptr(), address + offset, size)
-        for site, device in devices.items():
-            outputs[site] = outputs[site].to(device)
-        return outputs
+    def _tensor(self, arena: torch.Tensor, offset: int, size: torch.Size) -> torch.Tensor:
+        return arena[offset : offset + size.numel() * self._dtype.itemsize].view(self._dtype).view(size)
 
 
 class Shapes:
-    """The shapes of one session's calls; those of earlier ones are forgotten, the oldest first."""
+    """The shapes of the calls over one connection; those of earlier ones are forgotten, the oldest first."""
 
-    def __init__(self, opened: engine_service_pb2.SessionOpened) -> None:
+    def __init__(self, opened: engine_service_pb2.SessionOpened, cells: Cells) -> None:
         """Raises ModelUnknown."""
         if not opened.HasField("model_spec"):
             raise ModelUnknown(
                 "the server knew no model when the session was opened: open it with a model_spec, or once more now"
             )
+        geometry = cells.connection.geometry
+        self.cells = cells
+        self.arena = torch.frombuffer(
+            cells.connection.region, dtype=torch.uint8, count=geometry.arena_bytes, offset=geometry.arena_offset
+        )
         self._epoch = opened.layout.version.epoch
         self._sites: Sites = {site.name: (index, site) for index, site in enumerate(opened.model_spec.sites)}
         self._shapes: dict[object, Shape] = {}
@@ -172,11 +214,7 @@ class Shapes:
     def of(self, forward: Forward) -> Shape:
         """Raises MappingNotFound for a mapping of another epoch, and as Shape does."""
         call, mapping = forward.call, forward.mapping
-        inputs = call.inputs
-        # One x object may stand for several sites: which, is part of the shape.
-        first: dict[int, str] = {}
-        sites = tuple([(site, first.setdefault(id(x), site)) for site, x in inputs.items()])
-        key = id(mapping), call.row_counts, call.base is None, sites
+        key = id(mapping), call.row_counts, call.base is None, _sites(call)
         shape = self._shapes.get(key)
         if shape is None or shape.mapping is not mapping or not shape.fits(call):
             shape = self._made(call, mapping)
@@ -192,12 +230,24 @@ class Shapes:
                 f"mapping {mapping.mapping_id} is of another life of the server: set it again",
                 mapping_id=mapping.mapping_id,
             )
-        return Shape(call, mapping, self._sites)
+        shape = Shape(call, mapping, self._sites)
+        if shape.payload_bytes > self.cells.payload_bytes:
+            raise CapacityExceeded(
+                f"a Forward of {len(call.row_counts)} entries has {shape.payload_bytes} bytes, a cell of the ring only "
+                f"{self.cells.payload_bytes}: use fewer entries or sites, or the stream",
+                found=shape.payload_bytes,
+                wanted=self.cells.payload_bytes,
+            )
+        return shape
 
 
-def devices(call: ForwardCall) -> Devices:
-    """Where the inputs are that are not on the CPU."""
-    return {site: x.device for site, x in call.inputs.items() if not x.is_cpu}
+def _sites(call: ForwardCall) -> object:
+    """The sites, each with the first one that has the very same x."""
+    inputs = call.inputs
+    if len(inputs) == 1:
+        return next(iter(inputs))
+    first: dict[int, str] = {}
+    return tuple([(site, first.setdefault(id(x), site)) for site, x in inputs.items()])
 
 
 def by_dtype(forward: Forward) -> list[Forward]:
@@ -214,10 +264,14 @@ def _part_of(call: ForwardCall, sites: list[str]) -> ForwardCall:
     return ForwardCall({site: call.inputs[site] for site in sites}, call.row_counts, base)
 
 
-def _copy(address: int, tensor: torch.Tensor, size: int) -> None:
-    if not (tensor.is_cpu and tensor.is_contiguous()):
-        tensor = tensor.detach().to(_CPU).contiguous()
-    ctypes.memmove(address, tensor.data_ptr(), size)
+def _copy(tensor: torch.Tensor, target: _Target) -> bool:
+    """Returns whether the tensor was on the CPU."""
+    here = tensor.is_cpu
+    if here and tensor.is_contiguous():
+        ctypes.memmove(target.address, tensor.data_ptr(), target.bytes)
+    else:
+        target.tensor.copy_(tensor.detach())
+    return here
 
 
 def _wrong_dtype(field: str, found: torch.dtype, wanted: str) -> ShapeMismatch:

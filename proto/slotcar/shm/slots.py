@@ -37,6 +37,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 EPOCH_BYTES = 16
 
+EPOCH_OFFSET = 32
 CLOSED_OFFSET = 64
 GENERATION_OFFSET = 72
 MODS_OFFSET = 128

@@ -12,6 +12,7 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from slotcar.v1 import adapter_pb2 as _adapter_pb2
 from slotcar.v1 import layout_pb2 as _layout_pb2
+from slotcar.v1 import plane_pb2 as _plane_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -902,6 +903,7 @@ class SessionStatus(_message.Message):
     MAPPINGS_FIELD_NUMBER: _builtins.int
     HOLDS_FIELD_NUMBER: _builtins.int
     FORWARDS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    PLANES_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     """The first 8 characters of the session's id, unique among the sessions of now; the rest of it is a secret."""
     client_name: _builtins.str
@@ -913,7 +915,7 @@ class SessionStatus(_message.Message):
     reserved_slots: _builtins.int
     """Slots that are its own."""
     forwards_in_flight: _builtins.int
-    """Its Forwards that run now."""
+    """Its Forwards that run now in the server."""
     @_builtins.property
     def grace_left(self) -> _duration_pb2.Duration:
         """How much of its grace is left; absent while it is attached."""
@@ -930,6 +932,10 @@ class SessionStatus(_message.Message):
     def holds(self) -> _containers.RepeatedCompositeFieldContainer[Global___HoldStatus]:
         """Its holds, by id."""
 
+    @_builtins.property
+    def planes(self) -> _containers.RepeatedScalarFieldContainer[_plane_pb2.Plane.ValueType]:
+        """The planes for which ranks of it are connected to shared memory; none of them when it uses PLANE_STREAM alone."""
+
     def __init__(
         self,
         *,
@@ -943,10 +949,11 @@ class SessionStatus(_message.Message):
         mappings: _abc.Iterable[Global___MappingStatus] | None = ...,
         holds: _abc.Iterable[Global___HoldStatus] | None = ...,
         forwards_in_flight: _builtins.int = ...,
+        planes: _abc.Iterable[_plane_pb2.Plane.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["grace_left", b"grace_left"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "client_name", b"client_name", "forwards_in_flight", b"forwards_in_flight", "grace_left", b"grace_left", "holds", b"holds", "joined", b"joined", "mappings", b"mappings", "ranks", b"ranks", "reserved_slots", b"reserved_slots", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "client_name", b"client_name", "forwards_in_flight", b"forwards_in_flight", "grace_left", b"grace_left", "holds", b"holds", "joined", b"joined", "mappings", b"mappings", "planes", b"planes", "ranks", b"ranks", "reserved_slots", b"reserved_slots", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

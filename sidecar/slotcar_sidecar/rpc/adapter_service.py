@@ -176,7 +176,10 @@ class AdapterService(adapter_service_pb2_grpc.AdapterServiceServicer):
             page = self._session_pager.next(request.page_token, request.page_size)
         else:
             cache, now = self._cache, self._cache.environment.clock()
-            items = tuple(convert_state.from_session(session, cache.residency, now) for session in cache.sessions)
+            items = tuple(
+                convert_state.from_session(session, cache.residency, cache.running(session), now)
+                for session in cache.sessions
+            )
             page = self._session_pager.first(items, cache.layout, request.page_size)
         assert isinstance(page.extra, Layout)
         layout = convert.from_layout(page.extra)

@@ -11,7 +11,7 @@ from slotcar_sidecar.core.mapping import Mapping
 from slotcar_sidecar.core.pins import MappingOwner
 from slotcar_sidecar.core.residency import Residency
 from slotcar_sidecar.core.session import Session
-from slotcar_sidecar.rpc.convert import from_hold_tier, from_seconds, from_version
+from slotcar_sidecar.rpc.convert import PLANES, from_hold_tier, from_seconds, from_version
 
 
 def from_capacity(capacity: Capacity, layout: Layout) -> pb.GetCapacityResponse:
@@ -39,7 +39,8 @@ def from_capacity(capacity: Capacity, layout: Layout) -> pb.GetCapacityResponse:
     )
 
 
-def from_session(session: Session, residency: Residency, now: float) -> pb.SessionStatus:
+def from_session(session: Session, residency: Residency, running: int, now: float) -> pb.SessionStatus:
+    """`running`: how many of its Forwards are under way."""
     grace_left = None if session.expires_at is None else from_seconds(session.expires_at - now)
     mappings = sorted(session.mappings.values(), key=lambda mapping: mapping.mapping_id)
     return pb.SessionStatus(
@@ -52,7 +53,8 @@ def from_session(session: Session, residency: Residency, now: float) -> pb.Sessi
         reserved_slots=session.terms.reserved_slots,
         mappings=[_from_mapping(mapping, session, residency, now) for mapping in mappings],
         holds=[_from_hold(hold, now) for hold in residency.holds.of_session(session.session_id)],
-        forwards_in_flight=len(session.running),
+        forwards_in_flight=running,
+        planes=sorted({PLANES[plane] for plane in tuple(session.planes.values())}),
     )
 
 

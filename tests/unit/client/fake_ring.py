@@ -35,6 +35,7 @@ class RingEngine(FakeEngine):
 
     def __init__(self, **adapters: str) -> None:
         super().__init__(**adapters)
+        self.epoch = "0123456789abcdef"
         self.planes = [plane_pb2.PLANE_STREAM, plane_pb2.PLANE_RING]
         self.model_spec: model_pb2.ModelSpec | None = SPEC
 

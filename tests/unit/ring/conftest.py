@@ -1,0 +1,39 @@
+"""A world of rings for each test, from which nothing may be left."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest_asyncio
+
+from tests.unit.ring.world import MODEL, World
+
+
+def open_descriptors() -> int:
+    """How many there are, apart from the slots', which a device has for as long as it lives."""
+    count = 0
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            count += "slotcar-slots" not in str(link.readlink())
+    return count
+
+
+@pytest_asyncio.fixture
+async def world(modelless: World) -> World:
+    modelless.cache.adopt_model(MODEL)
+    return modelless
+
+
+@pytest_asyncio.fixture
+async def modelless(tmp_path: Path) -> AsyncIterator[World]:
+    """A server that does not know its model yet."""
+    before = open_descriptors()
+    made = World(tmp_path / "s.shm")
+    yield made
+    await made.close()
+    made.cache.check_integrity()
+    gc.collect()
+    assert open_descriptors() == before
