@@ -43,6 +43,7 @@ from slotcar_client.errors import (
     Unavailable,
     VersionMismatch,
 )
+from slotcar_client.pending import PendingForward
 from slotcar_client.session import Hold, RankSession, Session
 from slotcar_client.values import (
     AdapterInfo,
@@ -94,6 +95,7 @@ __all__ = [
     "MappingReplaced",
     "ModelMismatch",
     "ModelUnknown",
+    "PendingForward",
     "RankSession",
     "RequestInvalid",
     "ServerInfo",

@@ -62,30 +62,6 @@ class Forward:
     lends: ClassVar[bool] = False
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Send:
-    """A Forward that is sent ahead of the wish for its result; the answer is a Sent, or None where that cannot be."""
-
-    forward: Forward
-    lends: ClassVar[bool] = False
-
-
-@dataclass(frozen=True, slots=True)
-class Pause:
-    """The caller goes on, and comes back when it wants the result of what was sent ahead."""
-
-    sent: Any
-    lends: ClassVar[bool] = True
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Collect:
-    """Waits for what was sent ahead; the answer is {site: output}, or None when it has to be computed again."""
-
-    sent: Any
-    lends: ClassVar[bool] = False
-
-
 @dataclass(frozen=True, slots=True)
 class Open:
     """A stream that takes the place of the session's stream; the answer is its SessionOpened."""
@@ -119,7 +95,7 @@ class Stale:
     lends: ClassVar[bool] = True
 
 
-Effect: TypeAlias = Call | Forward | Send | Pause | Collect | Open | Use | Wait | Stale
+Effect: TypeAlias = Call | Forward | Open | Use | Wait | Stale
 Plan: TypeAlias = Generator[Effect, Any, T]
 # How a plan goes on: to its next effect, or to its end as StopIteration with the result.
 Advance: TypeAlias = Callable[[], Effect]

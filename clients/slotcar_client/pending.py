@@ -8,55 +8,69 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from slotcar_client.effects import Advance, Pause, Plan
+from slotcar_client.effects import Forward
 
 if TYPE_CHECKING:
     import torch
 
-# Runs a plan until it pauses; raises StopIteration with its result at its end.
-Steps = Callable[[Plan[Any], Advance], Pause]
+    from slotcar_client.transports.base import Sent
+
+    Outputs: TypeAlias = dict[str, torch.Tensor]
+
+
+class Ahead(NamedTuple):
+    """A Forward that was sent, and what is known of it."""
+
+    first: Forward
+    sent: Sent
 
 
 class PendingForward:
     """Made by `forward_async`. Safe to use from threads."""
 
-    def __init__(self, steps: Steps, is_done: Callable[[Pause], bool], plan: Plan[dict[str, torch.Tensor]]) -> None:
-        """Runs the plan until it pauses or ends; `is_done` tells whether it could go on without a wait."""
-        self._steps = steps
+    def __init__(
+        self,
+        send: Callable[[], Ahead | Outputs],
+        collect: Callable[[Ahead], Outputs],
+        is_done: Callable[[Ahead], bool],
+    ) -> None:
+        """`send` sends it ahead or computes it at once. What it or `collect` raises is the outcome."""
+        self._collect = collect
         self._is_done = is_done
-        self._plan: Plan[dict[str, torch.Tensor]] | None = plan
-        self._pause: Pause | None = None
-        self._outputs: dict[str, torch.Tensor] = {}
+        self._ahead: Ahead | None = None
+        self._outputs: Outputs = {}
         self._error: BaseException | None = None
         # Reentrant for a signal handler that looks at what its thread waits for.
         self._lock = threading.RLock()
-        self._go_on(plan, partial(next, plan))
+        self._take(send)
 
     def done(self) -> bool:
         """Whether `result` would return, or raise, without a wait for the answer."""
-        pause = self._pause
-        return pause is None or self._is_done(pause)
+        ahead = self._ahead
+        return ahead is None or self._is_done(ahead)
 
-    def result(self) -> dict[str, torch.Tensor]:
+    def result(self) -> Outputs:
         """What `forward` would return, or raise; waits for it. The same each time."""
         with self._lock:
-            if self._plan is not None:
-                self._go_on(self._plan, partial(self._plan.send, None))
+            if (ahead := self._ahead) is not None:
+                self._ahead = None
+                self._take(partial(self._collect, ahead))
         if self._error is not None:
             raise self._error
         return self._outputs
 
-    def _go_on(self, plan: Plan[dict[str, torch.Tensor]], advance: Advance) -> None:
-        self._plan = self._pause = None
+    def _take(self, attempt: Callable[[], Ahead | Outputs]) -> None:
         try:
-            self._pause = self._steps(plan, advance)
-            self._plan = plan
-        except StopIteration as end:
-            self._outputs = end.value
+            came = attempt()
         except Exception as error:
             self._error = error
         except BaseException as error:
             self._error = error
             raise
+        else:
+            if isinstance(came, Ahead):
+                self._ahead = came
+            else:
+                self._outputs = came

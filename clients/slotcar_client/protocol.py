@@ -196,19 +196,19 @@ def shared_inputs(inputs: Iterable[tuple[str, object]]) -> list[tuple[str, bool]
 
 def counts_for(mapping: Mapping, row_counts: Sequence[int] | None) -> tuple[int, ...]:
     """The row counts of a call: its own, else the mapping's. Raises RequestInvalid when there are none."""
-    counts = (
-        mapping.row_counts
-        if row_counts is None
-        else tuple(checked_count(f"row_counts[{index}]", count) for index, count in enumerate(row_counts))
-    )
-    if counts is None:
+    if row_counts is not None:
+        # Once in each Forward: a field has its name made only when it is at fault.
+        if all(type(count) is int and count >= 0 for count in row_counts):
+            return tuple(row_counts)
+        return tuple(checked_count(f"row_counts[{index}]", count) for index, count in enumerate(row_counts))
+    if mapping.row_counts is None:
         raise RequestInvalid(
             "row_counts is absent, and the mapping was set without counts",
             field="row_counts",
             found="nothing",
             wanted=f"{len(mapping.entries)} counts",
         )
-    return counts
+    return mapping.row_counts
 
 
 def _audit(field: str, found: object, wanted: object) -> None:

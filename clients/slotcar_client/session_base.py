@@ -19,26 +19,11 @@ import grpc
 from slotcar.v1 import engine_service_pb2, model_pb2
 
 from slotcar_client import convert
-from slotcar_client.effects import (
-    Advance,
-    Call,
-    Collect,
-    Effect,
-    Forward,
-    Open,
-    Pause,
-    Plan,
-    Send,
-    Stale,
-    Use,
-    Wait,
-    performed,
-    run,
-)
+from slotcar_client.effects import Advance, Call, Effect, Forward, Open, Plan, Stale, Use, Wait, performed, run
 from slotcar_client.entries import Entry
 from slotcar_client.errors import SessionClosed, SlotcarError, from_rpc_error
 from slotcar_client.options import SessionOptions
-from slotcar_client.pending import PendingForward
+from slotcar_client.pending import Ahead, PendingForward
 from slotcar_client.rpc import Rpc
 from slotcar_client.session_state import DEFAULT_MAPPING_ID, SessionState
 from slotcar_client.session_stream import SessionStream
@@ -164,7 +149,15 @@ class MappedSession:
         mapping: by default the last one that was set.
         The outputs are [rows, out_features] with the dtype and device of x. Raises SlotcarError.
         """
-        return self._run(self._state.forward(inputs, row_counts, base, mapping))
+        with self._lock:
+            self._check_open()
+            first, failed = self._state.first_forward(inputs, row_counts, base, mapping), None
+            if self._state.is_settled:
+                try:
+                    return self._choice.transport.forward(first)
+                except SlotcarError as error:
+                    failed = error
+        return self._run(self._state.go_on(first, failed))
 
     def forward_async(
         self,
@@ -181,9 +174,45 @@ class MappedSession:
         call that has to be repeated, as after a re-map, reads them again. Closing the session ends what is under way
         with SessionClosed.
         """
-        return PendingForward(
-            self._steps, self._is_done, self._state.forward(inputs, row_counts, base, mapping, ahead=True)
-        )
+        return PendingForward(partial(self._send, inputs, row_counts, base, mapping), self._collect, self._is_done)
+
+    def _send(
+        self,
+        inputs: ReadOnlyDict[str, torch.Tensor],
+        row_counts: Sequence[int] | None,
+        base: ReadOnlyDict[str, torch.Tensor] | None,
+        mapping: Mapping | None,
+    ) -> Ahead | dict[str, torch.Tensor]:
+        """Sends a Forward ahead; where that cannot be, its outputs."""
+        with self._lock:
+            self._check_open()
+            first, failed = self._state.first_forward(inputs, row_counts, base, mapping), None
+            if self._state.is_settled:
+                try:
+                    sent = self._choice.transport.send(first)
+                    if sent is not None:
+                        return Ahead(first, sent)
+                except SlotcarError as error:
+                    failed = error
+        return self._run(self._state.go_on(first, failed))
+
+    def _collect(self, ahead: Ahead) -> dict[str, torch.Tensor]:
+        """The outputs of a Forward that was sent ahead."""
+        failed = None
+        with self._lock:
+            self._check_open()
+            try:
+                outputs = ahead.sent.collect(self._rpc.timeout_seconds)
+                if outputs is not None:
+                    return outputs
+            except SlotcarError as error:
+                failed = error
+        return self._run(self._state.go_on(ahead.first, failed))
+
+    def _is_done(self, ahead: Ahead) -> bool:
+        """Whether `_collect` would not wait for an answer."""
+        with self._lock:
+            return self._closed.is_set() or ahead.sent.done()
 
     # The end
 
@@ -217,27 +246,17 @@ class MappedSession:
     # How plans are run
 
     def _run(self, plan: Plan[T]) -> T:
+        advance: Advance = partial(next, plan)
         try:
-            self._steps(plan, partial(next, plan))
+            while True:
+                with self._lock:
+                    self._check_open()
+                    while not (effect := advance()).lends:
+                        advance = performed(plan, self._perform, effect)
+                advance = performed(plan, self._perform, effect)
         except StopIteration as end:
             result: T = end.value
             return result
-        raise AssertionError("only what forward_async runs may pause")
-
-    def _steps(self, plan: Plan[Any], advance: Advance) -> Pause:
-        """Runs the plan until it pauses. Raises StopIteration with its result when it ends."""
-        while True:
-            with self._lock:
-                self._check_open()
-                while not (effect := advance()).lends:
-                    advance = performed(plan, self._perform, effect)
-            if isinstance(effect, Pause):
-                return effect
-            advance = performed(plan, self._perform, effect)
-
-    def _is_done(self, pause: Pause) -> bool:
-        with self._lock:
-            return self._closed.is_set() or pause.sent.done()
 
     def _perform(self, effect: Effect) -> Any:
         return _PERFORM[type(effect)](self, effect)
@@ -290,8 +309,6 @@ class MappedSession:
 
 _PERFORM: dict[type[Effect], Callable[[MappedSession, Any], Any]] = {
     Forward: lambda session, forward: session._choice.transport.forward(forward),
-    Send: lambda session, send: session._choice.transport.send(send.forward),
-    Collect: lambda session, collect: collect.sent.collect(session._rpc.timeout_seconds),
     Call: MappedSession._call,
     Open: MappedSession._open,
     Use: lambda session, use: session._choice.use(use.opened),

@@ -10,13 +10,13 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Mapping as ReadOnlyDict
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from slotcar.v1 import adapter_service_pb2, engine_service_pb2, model_pb2
 
 from slotcar_client import convert, protocol
 from slotcar_client.config import client_version
-from slotcar_client.effects import Call, Collect, Forward, ForwardCall, Open, Pause, Plan, Send, Stale, Use, Wait
+from slotcar_client.effects import Call, Forward, ForwardCall, Open, Plan, Stale, Use, Wait
 from slotcar_client.entries import Entries, Entry, parse_entries
 from slotcar_client.errors import (
     DeadlineExceeded,
@@ -37,8 +37,6 @@ from slotcar_client.values import Held, Mapping, ServerInfo
 if TYPE_CHECKING:
     import torch
 
-    from slotcar_client.transports.base import Sent
-
 T = TypeVar("T")
 HeldT = TypeVar("HeldT", bound=Held)
 
@@ -49,6 +47,13 @@ HELD_AGAIN = "HOLD"
 # The end of something does not wait as long as a call that somebody wants an answer to.
 END_SECONDS = 5.0
 _MAX_KNOWN_ADAPTERS = 4096
+
+
+class _Failure(NamedTuple):
+    """How an attempt ended, and in which session."""
+
+    error: SlotcarError
+    opened: engine_service_pb2.SessionOpened
 
 
 class SessionState:
@@ -63,6 +68,8 @@ class SessionState:
         self._loading: set[int] = set()
         self._last_id: int | None = None
         self._holds = Holds(clock)
+        # In which session the server knows what the caller did about its holds.
+        self._settled: engine_service_pb2.SessionOpened | None = None
         self._sites: dict[str, frozenset[str]] = {}
 
     # What is known
@@ -189,42 +196,42 @@ class SessionState:
             yield Call(request)
         del self._mappings[mapping_id]
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether an attempt may go ahead: no hold is to be taken again or released before."""
+        return self._settled is self._opened
+
+    def first_forward(
+        self,
+        inputs: ReadOnlyDict[str, torch.Tensor],
+        row_counts: Sequence[int] | None,
+        base: ReadOnlyDict[str, torch.Tensor] | None,
+        mapping: Mapping | None,
+    ) -> Forward:
+        """What the first attempt of a Forward asks for. Raises MappingReplaced or RequestInvalid."""
+        current = self.current(mapping)
+        call = ForwardCall(inputs, protocol.counts_for(current, row_counts), base)
+        return Forward(call, current, self.opened, self.options.rank)
+
     def forward(
         self,
         inputs: ReadOnlyDict[str, torch.Tensor],
         row_counts: Sequence[int] | None,
         base: ReadOnlyDict[str, torch.Tensor] | None,
         mapping: Mapping | None,
-        *,
-        ahead: bool = False,
     ) -> Plan[dict[str, torch.Tensor]]:
-        """ahead: the first attempt pauses between the Forward and its answer, if the transport can go on meanwhile."""
-        wanted = self.current(mapping)
-        call = ForwardCall(inputs, protocol.counts_for(wanted, row_counts), base)
+        return (yield from self.go_on(self.first_forward(inputs, row_counts, base, mapping)))
+
+    def go_on(self, first: Forward, failed: SlotcarError | None = None) -> Plan[dict[str, torch.Tensor]]:
+        """The outputs of a Forward whose first attempt has `failed`, or was not made: it needs no plan."""
 
         def attempt() -> Plan[dict[str, torch.Tensor]]:
-            nonlocal ahead
-            if ahead:
-                ahead = False
-                outputs = yield from self._sent(call, wanted)
-                if outputs is not None:
-                    return outputs
-            answer: dict[str, torch.Tensor] = yield self._forward(call, wanted)
-            return answer
+            current = self.current(first.mapping)
+            outputs: dict[str, torch.Tensor] = yield Forward(first.call, current, self.opened, self.options.rank)
+            return outputs
 
-        return (yield from self._recovered(attempt, wanted))
-
-    def _forward(self, call: ForwardCall, wanted: Mapping) -> Forward:
-        return Forward(call, self.current(wanted), self.opened, self.options.rank)
-
-    def _sent(self, call: ForwardCall, wanted: Mapping) -> Plan[dict[str, torch.Tensor] | None]:
-        """What came of sending the Forward ahead; None when it is to be computed without."""
-        sent: Sent | None = yield Send(self._forward(call, wanted))
-        if sent is None:
-            return None
-        yield Pause(sent)
-        outputs: dict[str, torch.Tensor] | None = yield Collect(sent)
-        return outputs
+        failure = None if failed is None else _Failure(failed, first.opened)
+        return (yield from self._recovered(attempt, first.mapping, failure))
 
     def fence(self) -> Plan[None]:
         def attempt() -> Plan[None]:
@@ -263,6 +270,7 @@ class SessionState:
         return (yield from self._taken(wish, attempt, make))
 
     def release_hold(self, held: Held) -> Plan[None]:
+        self._settled = None
         record = self._holds.release(held)
         if record is None:
             return
@@ -285,6 +293,7 @@ class SessionState:
 
     def _taken(self, wish: HoldWish, attempt: Callable[[], Plan[tuple[str, str]]], make: Make[HeldT]) -> Plan[HeldT]:
         """The hold. One whose answer did not come in time may have been taken: it is released, if it is a new one."""
+        self._settled = None
         try:
             held = make(wish.hold_id, *(yield from self._recovered(attempt)))
         except DeadlineExceeded:
@@ -312,21 +321,26 @@ class SessionState:
         self._opened = opened
         yield Use(opened)
 
-    def _recovered(self, attempt: Callable[[], Plan[T]], mapping: Mapping | None = None) -> Plan[T]:
+    def _recovered(
+        self, attempt: Callable[[], Plan[T]], mapping: Mapping | None = None, failure: _Failure | None = None
+    ) -> Plan[T]:
         """The result of `attempt`, repeated after what `next_step` says, at most MAX_STEPS times without the waits.
 
-        mapping: what `attempt` uses, and what is set again by digest.
+        mapping: what `attempt` uses, and what is set again by digest. failure: how a first one ended, made before.
         """
         patience = Patience(self.options.away_seconds, self._clock)
         step, steps, lost = Step.CALL, 0, None
         while True:
             used = self._opened
             try:
+                if failure is not None:
+                    (error, used), failure = failure, None
+                    raise error
                 # Another call may have opened the session while this one waited.
                 if step is Step.REOPEN and self._opened is lost:
                     yield from self._open()
-                yield from self._hold_again()
-                yield from self._release_again()
+                if not self.is_settled:
+                    yield from self._settle()
                 if step in (Step.REOPEN, Step.REMAP) and mapping is not None:
                     yield from self._remap(self.current(mapping))
                 result = yield from attempt()
@@ -355,6 +369,12 @@ class SessionState:
         wish = MappingWish(old.mapping_id, Entries(old.entries, old.row_counts), old.mapping_id in self._loading)
         response: engine_service_pb2.SetMappingResponse = yield Call(protocol.mapping_request(self.session_id, wish))
         self._mappings[old.mapping_id] = protocol.remapped(old, response)
+
+    def _settle(self) -> Plan[None]:
+        """Brings the server up to date about the holds."""
+        yield from self._hold_again()
+        yield from self._release_again()
+        self._settled = self._opened
 
     def _hold_again(self) -> Plan[None]:
         """Takes the holds of a session that is gone again, by digest. A refusal says which hold it is about."""

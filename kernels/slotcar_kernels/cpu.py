@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -75,9 +76,13 @@ def prepare(
     isa = isa_for(kernel, sites)
     if isa is None:
         return partial(eager.lora_forward, plan, x, captured(sites), outs, bases)
-    call = native.PreparedCall(plan, x.dtype, sites, (isa, kernel.threads))
+    native_plan, call = native.NativePlan(plan), native.PreparedCall(x.dtype, sites, (isa, kernel.threads))
+    slots = [segment[0] for segment in plan.segments]
+    ranks = [array("q", [site.ranks[slot] for slot in slots]) for site in sites]
+    scales = [array("f", [site.scales[slot] for slot in slots]) for site in sites]
+    call.use(native_plan, map(native.address, ranks), map(native.address, scales))
     call.point(x, outs, bases)
-    return partial(_run, call, (x, outs, bases))
+    return partial(_run, call, (native_plan, ranks, scales, x, outs, bases))
 
 
 def _run(call: native.PreparedCall, _kept_alive: object) -> None:
@@ -109,14 +114,14 @@ def isa_for(kernel: Kernel, sites: Sequence[SiteSlots]) -> str | None:
     raise ValueError(f"no kernel {kernel.name!r} for these slots here; there is {native.backend()}")
 
 
-def check_sites(plan: Plan, dtype: torch.dtype, sites: Sequence[SiteSlots]) -> None:
-    """Raises ValueError unless the plan can be computed at these sites for one x of this dtype."""
+def check_sites(dtype: torch.dtype, sites: Sequence[SiteSlots]) -> None:
+    """Raises ValueError unless A and B of the sites are alike, and one x of this dtype can be their input."""
     if dtype not in _DTYPES:
         raise ValueError(f"x is {dtype}, wanted one of {_DTYPES}")
     for site in sites:
         if site.in_features != sites[0].in_features:
             raise ValueError(f"sites of {sites[0].in_features} and {site.in_features} features, wanted one input")
-        _check_slots(plan, site)
+        _check_slots(site)
 
 
 def _check(
@@ -124,7 +129,7 @@ def _check(
 ) -> None:
     if not len(sites) == len(outs) == len(bases):
         raise ValueError(f"{len(sites)} sites, {len(outs)} outs and {len(bases)} bases")
-    check_sites(plan, x.dtype, sites)
+    check_sites(x.dtype, sites)
     for site, out, base in zip(sites, outs, bases, strict=True):
         check_matrix("x", x, plan.rows, site.in_features, x.dtype)
         check_matrix("out", out, plan.rows, site.out_features, x.dtype)
@@ -132,6 +137,7 @@ def _check(
             raise ValueError(f"rows of out lie over each other, wanted a row stride of at least {site.out_features}")
         if base is not None:
             check_matrix("base", base, plan.rows, site.out_features, x.dtype)
+        _check_plan(plan, site)
 
 
 def check_matrix(name: str, tensor: Tensor, rows: int, columns: int, dtype: torch.dtype) -> None:
@@ -143,13 +149,16 @@ def check_matrix(name: str, tensor: Tensor, rows: int, columns: int, dtype: torc
         raise ValueError(f"{name} has strides {tensor.stride()}, wanted its last dimension contiguous")
 
 
-def _check_slots(plan: Plan, site: SiteSlots) -> None:
+def _check_slots(site: SiteSlots) -> None:
     a, b = site.a, site.b
     if a.dtype != b.dtype or a.dtype not in _DTYPES or not (a.is_cpu and b.is_cpu):
         raise ValueError(f"a is {a.dtype} and b {b.dtype}, wanted one of {_DTYPES} on the CPU")
     if a.dim() != 3 or b.dim() != 3 or a.shape[:2] != b.shape[:2]:
         raise ValueError(f"a is {tuple(a.shape)} and b {tuple(b.shape)}, wanted [S, R, in] and [S, R, out]")
-    slots, max_rank = min(a.shape[0], len(site.ranks), len(site.scales)), a.shape[1]
+
+
+def _check_plan(plan: Plan, site: SiteSlots) -> None:
+    slots, max_rank = min(site.a.shape[0], len(site.ranks), len(site.scales)), site.a.shape[1]
     for slot, _, _ in plan.segments:
         if not 0 <= slot < slots or not 0 <= site.ranks[slot] <= max_rank:
             raise ValueError(f"no slot {slot} with a rank up to {max_rank}")

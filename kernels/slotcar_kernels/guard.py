@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import platform
 import select
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from functools import partial
 from typing import NamedTuple, TypeAlias
@@ -25,8 +25,9 @@ from slotcar_kernels.cpu import Kernel
 from slotcar_kernels.plan import Plan
 from slotcar_kernels.sites import SiteSlots
 
-__all__ = ["Change", "Changed", "Guard", "GuardedForward", "Watch", "Words", "WriterWords", "why_not"]
+__all__ = ["Change", "Changed", "Guard", "GuardedBatch", "GuardedForward", "Watch", "Words", "WriterWords", "why_not"]
 
+Array: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.generic]]"
 Words: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.uint64]]"
 
 _KEEPS_LOADS_IN_ORDER = ("x86_64", "AMD64")
@@ -120,13 +121,15 @@ class Guard:
         self._slots = np.array(slots, np.int64)
         self._generation = generation
         self._use: Words | None = None
-        self.struct = _Guard(ctypes.addressof(watch.struct), _address(self._slots), len(self._slots), generation, None)
+        self._struct = _Guard(ctypes.addressof(watch.struct), _address(self._slots), len(self._slots), generation, None)
+        self.address = ctypes.addressof(self._struct)
+        """Of its SlotcarGuard, which lives as long."""
         library = native.library()
         self._begin: Callable[[int], int] = self._begin_here
         self._end: Callable[[], int] = self._end_here
         if library is not None:
-            self._begin = partial(library.slotcar_guard_begin, ctypes.byref(self.struct))
-            self._end = partial(library.slotcar_guard_end, ctypes.byref(self.struct))
+            self._begin = partial(library.slotcar_guard_begin, self.address)
+            self._end = partial(library.slotcar_guard_end, self.address)
 
     @property
     def use(self) -> Words | None:
@@ -140,7 +143,7 @@ class Guard:
             words[0], words[1], words[2] = 0, 0, 0
             words[0] = self._generation
         self._use = words
-        self.struct.use = None if words is None else _address(words)
+        self._struct.use = None if words is None else _address(words)
 
     def begin(self, rows: int) -> None:
         """A unit of `rows` rows begins. Raises Changed."""
@@ -179,68 +182,120 @@ class Guard:
         return Change.GONE if _is_gone(watch.struct.socket) else 0
 
 
+class GuardedBatch:
+    """The index arrays of one plan, with the rank and scale of each of its segments at every site, and their guard.
+
+    A batch is right for as long as its guard finds nothing changed.
+    """
+
+    def __init__(self, guard: Guard, plan: Plan, ranks: Array, scales: Array) -> None:
+        """`ranks` and `scales` are [sites, segments]. Raises ValueError when their shapes do not fit the plan."""
+        if not ranks.shape == scales.shape == (len(ranks), len(plan.segments)):
+            raise ValueError(f"ranks are {ranks.shape}, scales {scales.shape}, wanted {len(plan.segments)} segments")
+        self.guard = guard
+        self.plan = plan
+        self.ranks = np.ascontiguousarray(ranks, np.int64)
+        self.scales = np.ascontiguousarray(scales, np.float32)
+        self.native = native.NativePlan(plan)
+        self._first = _address(self.ranks), _address(self.scales)
+
+    def addresses(self, sites: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Where the ranks, and the scales, of these sites are."""
+        (ranks, scales), segments = self._first, len(self.plan.segments)
+        return [ranks + 8 * segments * site for site in sites], [scales + 4 * segments * site for site in sites]
+
+    def at(self, site: int, a: Tensor, b: Tensor) -> SiteSlots:
+        """The slots of one site, with zeros for those that the batch does not use."""
+        ranks, scales = [0] * len(a), [0.0] * len(a)
+        for index, (slot, _, _) in enumerate(self.plan.segments):
+            ranks[slot], scales[slot] = int(self.ranks[site, index]), float(self.scales[site, index])
+        return SiteSlots(a, b, ranks, scales)
+
+
 class GuardedForward:
-    """`cpu.lora_forward` of one plan at sites that share an input; each call is a unit, and for other tensors."""
+    """Sites that share an input, computed for one batch after the other; each call is a unit."""
 
     def __init__(
-        self, guard: Guard, plan: Plan, dtype: torch.dtype, sites: Sequence[SiteSlots], kernel: Kernel = cpu.BEST
+        self, dtype: torch.dtype, sites: Mapping[int, tuple[Tensor, Tensor]], kernel: Kernel = cpu.BEST
     ) -> None:
-        """The ranks and scales are those of now; `dtype` is that of each x. Raises ValueError as `cpu.prepare` does."""
-        cpu.check_sites(plan, dtype, sites)
-        isa = cpu.isa_for(kernel, sites)
-        self._guard = guard
-        self._plan = plan
-        self._rows = plan.rows
+        """`dtype` is that of each x; `sites` has A and B, as in SiteSlots, by their place in the ranks of each batch.
+
+        Raises ValueError as `cpu.prepare` does.
+        """
+        slots = [SiteSlots(a, b, (), ()) for a, b in sites.values()]
+        cpu.check_sites(dtype, slots)
+        isa = cpu.isa_for(kernel, slots)
         self._dtype = dtype
-        self._in_features = sites[0].in_features
-        self._out_features = [site.out_features for site in sites]
-        self._sites = cpu.captured(sites)
-        self._no_bases = [None] * len(sites)
+        self._sites = sites
+        self._shape = slots[0].a.shape
+        if any(site.a.shape[:2] != self._shape[:2] for site in slots):
+            raise ValueError(f"sites of {[tuple(site.a.shape) for site in slots]}, wanted as many slots and ranks")
+        self._out_features = [site.out_features for site in slots]
+        self._no_bases = [None] * len(slots)
+        self._batch: GuardedBatch | None = None
         self._call: native.PreparedCall | None = None
         if isa is not None:
-            self._call = native.PreparedCall(plan, dtype, sites, (isa, kernel.threads), guard.struct)
+            self._call = native.PreparedCall(dtype, slots, (isa, kernel.threads))
             # Every output is made like these, so that only where it lies is new.
-            self._call.point(torch.empty(0, 1), self._outs(), self._no_bases)
+            self._call.point(torch.empty(0, 1), self._outs(0), self._no_bases)
 
-    def __call__(self, x: Tensor, bases: Sequence[Tensor] | None = None) -> list[Tensor]:
+    def __call__(self, batch: GuardedBatch, x: Tensor, bases: Sequence[Tensor] | None = None) -> list[Tensor]:
         """base + delta, or the delta, as a new [rows, out] tensor per site, in x's dtype.
 
-        x: [rows, in]; bases: [rows, out] per site; last dimensions contiguous. Raises ValueError when a tensor does not
-        fit, and Changed, when what was read may be another adapter's.
+        x: [rows, in]; bases: [rows, out] per site; last dimensions contiguous. Raises ValueError when something does
+        not fit, and Changed, when what was read may be another adapter's.
         """
-        cpu.check_matrix("x", x, self._rows, self._in_features, self._dtype)
-        outs, call = self._outs(), self._call
+        rows, call = batch.plan.rows, self._call
+        cpu.check_matrix("x", x, rows, self._shape[2], self._dtype)
+        outs = self._outs(rows)
         if call is None:
-            self._compute_here(x, outs, self._no_bases if bases is None else self._checked(bases))
+            self._compute_here(batch, x, outs, self._no_bases if bases is None else self._checked(rows, bases))
             return outs
+        if batch is not self._batch:
+            self._use(call, batch)
         if bases is None:
             call.point_alike(x, outs)
-            status = call.run()
+            status = call.run_guarded(batch.guard.address)
         else:
-            call.point(x, outs, self._checked(bases))
-            status = call.run()
+            call.point(x, outs, self._checked(rows, bases))
+            status = call.run_guarded(batch.guard.address)
             call.point(x, outs, self._no_bases)  # the next x may come without
         if status:
             raise Changed(Change(status)) if status in _CHANGES else call.refusal(status)
         return outs
 
-    def _compute_here(self, x: Tensor, outs: list[Tensor], bases: Sequence[Tensor | None]) -> None:
-        self._guard.begin(self._rows)
-        eager.lora_forward(self._plan, x, self._sites, outs, bases)
-        self._guard.end()
+    def _use(self, call: native.PreparedCall, batch: GuardedBatch) -> None:
+        self._check(batch)
+        call.use(batch.native, *batch.addresses(tuple(self._sites)))
+        self._batch = batch  # which keeps alive what the call uses
 
-    def _outs(self) -> list[Tensor]:
-        rows, dtype, empty = self._rows, self._dtype, torch.empty
+    def _check(self, batch: GuardedBatch) -> None:
+        """Raises ValueError unless the batch's slots and ranks are there at these sites."""
+        slots, max_rank, _ = self._shape
+        for site in self._sites:
+            ranks = batch.ranks[site]
+            if any(segment.slot >= slots for segment in batch.plan.segments) or ranks.max(initial=0) > max_rank:
+                raise ValueError(f"ranks {ranks.tolist()} of {slots} slots, wanted them up to {max_rank}")
+
+    def _compute_here(self, batch: GuardedBatch, x: Tensor, outs: list[Tensor], bases: Sequence[Tensor | None]) -> None:
+        self._check(batch)
+        sites = [batch.at(site, a, b) for site, (a, b) in self._sites.items()]
+        batch.guard.begin(batch.plan.rows)
+        eager.lora_forward(batch.plan, x, sites, outs, bases)
+        batch.guard.end()
+
+    def _outs(self, rows: int) -> list[Tensor]:
+        dtype, empty = self._dtype, torch.empty
         return [empty(rows, features, dtype=dtype) for features in self._out_features]
 
-    def _checked(self, bases: Sequence[Tensor]) -> Sequence[Tensor]:
+    def _checked(self, rows: int, bases: Sequence[Tensor]) -> Sequence[Tensor]:
         for features, base in zip(self._out_features, bases, strict=True):
-            cpu.check_matrix("base", base, self._rows, features, self._dtype)
+            cpu.check_matrix("base", base, rows, features, self._dtype)
         return bases
 
 
-def _address(words: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> int:
-    address: int = words.__array_interface__["data"][0]
+def _address(values: Array) -> int:
+    address: int = values.__array_interface__["data"][0]
     return address
 
 

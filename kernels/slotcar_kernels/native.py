@@ -16,7 +16,19 @@ from torch import Tensor
 from slotcar_kernels.plan import Plan
 from slotcar_kernels.sites import SiteSlots
 
-__all__ = ["DTYPE_NUMBERS", "ISAS", "PreparedCall", "available", "backend", "best_isa", "fill", "library", "takes"]
+__all__ = [
+    "DTYPE_NUMBERS",
+    "ISAS",
+    "NativePlan",
+    "PreparedCall",
+    "address",
+    "available",
+    "backend",
+    "best_isa",
+    "fill",
+    "library",
+    "takes",
+]
 
 ISAS = ("portable", "avx2", "avx512", "avx512-bf16")  # in the order of the library's numbers, the best last
 
@@ -61,11 +73,13 @@ class _Site(ctypes.Structure):
     )
 
 
-# Where in the words of a batch, and of a site, the tensors are; each field is one word.
+# Where in the words of a batch, and of a site, what changes is; each field is one word. The plan comes first.
 _WORD = 8
 _X, _X_STRIDE = (field.offset // _WORD for field in (_Batch.x, _Batch.x_stride))
 _OUT, _OUT_STRIDE = (field.offset // _WORD for field in (_Site.out, _Site.out_stride))
 _BASE, _BASE_STRIDE = (field.offset // _WORD for field in (_Site.base, _Site.base_stride))
+_RANKS, _SCALES = (field.offset // _WORD for field in (_Site.ranks, _Site.scales))
+_PLAN_WORDS = _X
 _BATCH_WORDS, _SITE_WORDS = (ctypes.sizeof(struct) // _WORD for struct in (_Batch, _Site))
 
 
@@ -103,21 +117,11 @@ def takes(site: SiteSlots) -> bool:
     return site.a.stride(2) == 1 and site.b.stride(2) == 1 and site.a.shape[1] <= _MAX_RANK
 
 
-class PreparedCall:
-    """A plan at sites, for the tensors that `point` names; as cpu.prepare, which has checked the arguments."""
+class NativePlan:
+    """A plan as the library reads it."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        dtype: torch.dtype,
-        sites: Sequence[SiteSlots],
-        kernel: tuple[str, int],
-        guard: ctypes.Structure | None = None,
-    ) -> None:
-        """`kernel` is one of ISAS and the number of threads; with `guard`, a SlotcarGuard, each run is a unit.
-
-        Raises ValueError when the plan's order is not what the library reads.
-        """
+    def __init__(self, plan: Plan) -> None:
+        """Raises ValueError when its order is not what the library reads."""
         order = plan.order
         if order is not None and not (
             order.shape == (plan.rows,) and order.dtype == torch.int64 and order.is_contiguous()
@@ -125,34 +129,55 @@ class PreparedCall:
             raise ValueError(f"the plan's order is {tuple(order.shape)} {order.dtype}, wanted {plan.rows} int64")
         segments = array("q", chain.from_iterable(plan.segments))
         base_ranges = array("q", chain.from_iterable(plan.base_ranges))
-        slots = [segment[0] for segment in plan.segments]
-        ranks = [array("q", [site.ranks[slot] for slot in slots]) for site in sites]
-        scales = [array("f", [site.scales[slot] for slot in slots]) for site in sites]
-        batch = _Batch(
-            rows=plan.rows,
-            order=None if order is None else order.data_ptr(),
-            segments=_address(segments),
-            segment_count=len(plan.segments),
-            base_ranges=_address(base_ranges),
-            base_range_count=len(plan.base_ranges),
-            in_features=sites[0].in_features if sites else 0,
-            dtype=DTYPE_NUMBERS[dtype],
+        self.words = array(
+            "q",
+            (
+                plan.rows,
+                0 if order is None else order.data_ptr(),
+                address(segments),
+                len(plan.segments),
+                address(base_ranges),
+                len(plan.base_ranges),
+            ),
         )
+        """The first fields of SlotcarBatch."""
+        self._kept_alive = order, segments, base_ranges
+
+
+class PreparedCall:
+    """Sites that share an input: each run is of the plan that `use`, and of the tensors that `point` named last.
+
+    As `cpu.prepare`, which has checked them all. The caller keeps alive what is used and pointed at.
+    """
+
+    def __init__(self, dtype: torch.dtype, sites: Sequence[SiteSlots], kernel: tuple[str, int]) -> None:
+        """`kernel` is one of ISAS and the number of threads. The sites' ranks and scales are not read."""
+        batch = _Batch(in_features=sites[0].in_features if sites else 0, dtype=DTYPE_NUMBERS[dtype])
         # The structs one after the other, as words, which are faster to change than fields of structs.
-        self._words = array("q", b"".join(map(bytes, (batch, *map(_site, sites, ranks, scales)))))
+        self._words = array("q", b"".join(map(bytes, (batch, *map(_site, sites)))))
         self._firsts = range(_BATCH_WORDS, len(self._words), _SITE_WORDS)
         self._outs = [site + _OUT for site in self._firsts]
-        self._kept_alive = (order, segments, base_ranges, sites, ranks, scales, guard)
+        self._kept_alive = sites
         self._isa, threads = kernel
-        at = _address(self._words)
-        arguments = at, at + ctypes.sizeof(_Batch), len(sites), ISAS.index(self._isa), threads
-        self.run: Callable[[], int] = partial(_library().slotcar_lora_forward, *arguments)
-        """Computes; 0, or a status of native/lora.h or native/guard.h that says why nothing may be used."""
-        if guard is not None:
-            self.run = partial(_library().slotcar_guarded_forward, ctypes.addressof(guard), *arguments)
+        at = address(self._words)
+        self._arguments = at, at + ctypes.sizeof(_Batch), len(sites), ISAS.index(self._isa), threads
+        self._guarded: Callable[..., int] = _library().slotcar_guarded_forward
+        self.run: Callable[[], int] = partial(_library().slotcar_lora_forward, *self._arguments)
+        """Computes; returns 0 or a status of native/lora.h that says why nothing was."""
+
+    def run_guarded(self, guard: int) -> int:
+        """`run` as a unit under the SlotcarGuard at this address; returns a status of native/guard.h too."""
+        return self._guarded(guard, *self._arguments)
+
+    def use(self, plan: NativePlan, ranks: Iterable[int], scales: Iterable[int]) -> None:
+        """`ranks` and `scales` are the addresses of those of the plan's segments, at each site."""
+        words = self._words
+        words[:_PLAN_WORDS] = plan.words
+        for site, at_ranks, at_scales in zip(self._firsts, ranks, scales, strict=True):
+            words[site + _RANKS], words[site + _SCALES] = at_ranks, at_scales
 
     def point(self, x: Tensor, outs: Sequence[Tensor], bases: Sequence[Tensor | None]) -> None:
-        """From now on each run reads and writes these tensors, which the caller keeps alive."""
+        """From now on each run reads and writes these tensors."""
         words = self._words
         for site, out, base in zip(self._firsts, outs, bases, strict=True):
             words[site + _OUT_STRIDE] = out.stride(0)
@@ -178,29 +203,28 @@ def fill(arrays: array[int], count: int, dtype: torch.dtype, isa: str) -> None:
 
     The caller has checked them. Raises ValueError when the instruction set is not there; then nothing was written.
     """
-    if _library().slotcar_fill(_address(arrays), count, DTYPE_NUMBERS[dtype], ISAS.index(isa)):
+    if _library().slotcar_fill(address(arrays), count, DTYPE_NUMBERS[dtype], ISAS.index(isa)):
         raise ValueError(f"the library has no kernel for {isa} here")
 
 
-def _site(site: SiteSlots, ranks: array[int], scales: array[float]) -> _Site:
+def _site(site: SiteSlots) -> _Site:
     a, b = site.a, site.b
     a_slot_stride, a_row_stride, _ = a.stride()
     b_slot_stride, b_row_stride, _ = b.stride()
     return _Site(
-        a.data_ptr(),
-        b.data_ptr(),
-        a_slot_stride,
-        a_row_stride,
-        b_slot_stride,
-        b_row_stride,
-        DTYPE_NUMBERS[a.dtype],
-        _address(ranks),
-        _address(scales),
-        b.shape[2],
+        a=a.data_ptr(),
+        b=b.data_ptr(),
+        a_slot_stride=a_slot_stride,
+        a_row_stride=a_row_stride,
+        b_slot_stride=b_slot_stride,
+        b_row_stride=b_row_stride,
+        slot_dtype=DTYPE_NUMBERS[a.dtype],
+        out_features=b.shape[2],
     )
 
 
-def _address(values: array[int] | array[float]) -> int:
+def address(values: array[int] | array[float]) -> int:
+    """Of the first value; it stays the same until the array's length changes."""
     return values.buffer_info()[0]
 
 

@@ -18,7 +18,7 @@ __all__ = ["CHARTS", "Chart"]
 
 _INK = "#808080"
 _COLOURS = ("#2f81c7", "#d9742b", "#3f9f5f", "#a86fc9", "#c94f6d", "#8a8f2a", "#4aa6a6", "#9a7b5a")
-_STYLE = {
+_STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "slotcar",
     "font.size": 9,
@@ -35,34 +35,22 @@ _STYLE = {
     "grid.alpha": 0.3,
     "legend.frameon": False,
 }
-_MICROSECONDS = "µs"
-
-Name = Callable[[Mapping[str, Any]], str]
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Bars by group; `group` and the names of the two sides are made from a line's case and its "peer"."""
+    """Bars in groups: each line adds those of its two sides to its group."""
 
     title: str
-    group: Name
-    ours: Name
-    peer: Name
-    value: str = "median"
-    ratio: bool = False
+    group: Callable[[Mapping[str, Any]], str]
+    bars: Callable[[Line], Mapping[str, float]]
     linear: bool = False
 
     def draw(self, lines: Sequence[Line], path: Path) -> None:
         """Writes the chart of all lines of a benchmark."""
         groups: dict[str, dict[str, float]] = {}
         for line in lines:
-            case = {**line["case"], "peer": line["peer"]}
-            bars = groups.setdefault(self.group(case), {})
-            if self.ratio:
-                bars[self.peer(case)] = line["ratio"]
-            else:
-                bars[self.ours(case)] = line[f"ours_{self.value}"]
-                bars[self.peer(case)] = line[f"peer_{self.value}"]
+            groups.setdefault(self.group(line["case"]), {}).update(self.bars(line))
         with mpl.rc_context(_STYLE):
             _bars(groups, self).savefig(path, format="svg", metadata={"Date": None}, bbox_inches="tight")
 
@@ -88,9 +76,12 @@ def _bars(groups: Mapping[str, Mapping[str, float]], chart: Chart) -> Figure:
         place += 0.7
     axes.set_yticks(ticks, list(groups))
     axes.set_ylim(place - 0.7, -1)
-    if not chart.linear:
+    values = [value for bars in groups.values() for value in bars.values()]
+    if chart.linear:
+        axes.set_xlim(0, 1.1 * max(values))
+    else:
         axes.set_xscale("log")
-        axes.set_xlim(left=10 ** math.floor(math.log10(min(min(bars.values()) for bars in groups.values()))))
+        axes.set_xlim(10 ** math.floor(math.log10(min(values))), 2 * max(values))
     axes.xaxis.set_major_formatter(lambda value, _: _short(value))
     axes.set_title(chart.title, loc="left", size=10)
     handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
@@ -102,63 +93,60 @@ def _short(value: float) -> str:
     return f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
 
 
-def _plane(case: Mapping[str, Any]) -> str:
-    return f"slotcar {case['plane']}"
+def _times(line: Line) -> dict[str, float]:
+    """The medians of a plane and its peer, in microseconds."""
+    return {f"slotcar {line['case']['plane']}": line["ours_median"], line["peer"]: line["peer_median"]}
 
 
-def _peer(case: Mapping[str, Any]) -> str:
-    return str(case["peer"])
+def _planes(line: Line) -> dict[str, float]:
+    if line["case"]["call"] == "client":
+        return _times(line)
+    return {"kernel, guarded": line["ours_median"], "kernel, unguarded": line["peer_median"]}
+
+
+def _step(line: Line) -> dict[str, float]:
+    peer = f"in process, {line['case']['peer_memory']} memory"
+    return {f"slotcar {line['case']['plane']}": line["ours_median"] / 1e3, peer: line["peer_median"] / 1e3}
+
+
+def _load(line: Line) -> dict[str, float]:
+    return {"slotcar": line["ours_cpu_median"] / 1e3, line["peer"]: line["peer_cpu_median"] / 1e3}
+
+
+def _mapping(line: Line) -> dict[str, float]:
+    registered = f"{line['case']['registered']:,} adapters"
+    return {registered: line["ours_cpu_median"], "10 adapters": line["peer_cpu_median"]}
+
+
+def _rates(name: str) -> Callable[[Line], dict[str, float]]:
+    def rates(line: Line) -> dict[str, float]:
+        case = line["case"]
+        ours = case["plane"] if case["plane"] == "in-process" else f"slotcar {case['plane']}"
+        return {ours: case[name], line["peer"]: case[f"peer_{name}"]}
+
+    return rates
 
 
 CHARTS: Mapping[str, Chart] = {
     "kernels": Chart(
-        "Kernel: how many times faster than each peer",
-        group=lambda case: (
-            f"{case['dtype']}, rank {case['rank']}, {case['tokens']} tokens, {case['adapters']} adapters"
-        ),
-        ours=lambda case: "slotcar",
-        peer=_peer,
-        ratio=True,
+        "Kernels: how many times as fast as each peer",
+        lambda case: f"{case['dtype']}, rank {case['rank']}, {case['tokens']} tokens, {case['adapters']} adapters",
+        lambda line: {line["peer"]: line["ratio"]},
     ),
     "planes": Chart(
-        f"One Forward, {_MICROSECONDS}",
-        group=lambda case: f"{case['work']}, {case['bytes'] >> 10} KiB, cores: {case['cores']}",
-        ours=lambda case: "guarded kernel" if case["call"] == "kernel" else _plane(case),
-        peer=lambda case: "unguarded kernel" if case["call"] == "kernel" else _peer(case),
+        "One Forward, µs", lambda case: f"{case['work']}, {case['bytes'] >> 10} KiB, cores: {case['cores']}", _planes
     ),
-    "step": Chart(
-        f"A decode step of 128 Forwards, {_MICROSECONDS}",
-        group=lambda case: str(case["dtype"]),
-        ours=_plane,
-        peer=lambda case: f"in process, {case['peer_memory']} memory",
-        linear=True,
-    ),
+    "step": Chart("A decode step of 128 Forwards, ms", lambda case: str(case["dtype"]), _step, linear=True),
     "load": Chart(
-        f"Loading an adapter, {_MICROSECONDS} of CPU time",
-        group=lambda case: f"{case['what']}, {case['mib']} MiB, {case['dtype']} to {case['slot_dtype']}",
-        ours=lambda case: "slotcar",
-        peer=_peer,
-        value="cpu_median",
+        "Loading an adapter, ms of CPU time",
+        lambda case: f"{case['what']}, {case['mib']} MiB, {case['dtype']} to {case['slot_dtype']}",
+        _load,
     ),
-    "mapping": Chart(
-        f"SetMapping of 256 entries, {_MICROSECONDS} of CPU time",
-        group=lambda case: str(case["work"]),
-        ours=lambda case: f"{case['registered']:,} adapters",
-        peer=lambda case: "10 adapters",
-        value="cpu_median",
-    ),
+    "mapping": Chart("SetMapping of 256 entries, µs of CPU time", lambda case: str(case["work"]), _mapping),
     "clients": Chart(
-        f"A Forward of 16 KiB beside others, {_MICROSECONDS}, 99th percentile",
-        group=lambda case: f"{case['clients']} clients",
-        ours=_plane,
-        peer=_peer,
-        value="p99",
+        "Forwards of 16 KiB a second, of all clients together",
+        lambda case: f"clients: {case['clients']}",
+        _rates("calls_per_s"),
     ),
-    "e2e": Chart(
-        f"A decode step of 32 rows, {_MICROSECONDS}",
-        group=lambda case: str(case["model"]),
-        ours=lambda case: case["plane"] if case["plane"] == "in-process" else _plane(case),
-        peer=_peer,
-        linear=True,
-    ),
+    "e2e": Chart("Tokens a second", lambda case: str(case["model"]), _rates("tokens_per_s"), linear=True),
 }

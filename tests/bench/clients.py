@@ -24,7 +24,7 @@ import torch
 from slotcar_client import BASE
 
 from tests.bench.grpc_echo import echo_call, echo_server
-from tests.bench.harness import Record, Took
+from tests.bench.harness import Peer, Record, Took
 from tests.bench.sides import cpu_nanoseconds, took
 from tests.bench.sizes import Size, size_wanted
 from tests.bench.stage import Site, serving
@@ -33,7 +33,7 @@ SITE = Site("echo", 16, 4096)
 BYTES = 16 << 10
 COUNTS = (1, 2, 8)
 PLANES = ("stream", "ring")
-PEER = "grpc-unary"
+PEER: Peer = "grpc-unary"
 
 
 # In a client's process
@@ -100,7 +100,9 @@ class Clients:
 @contextlib.contextmanager
 def clients(count: int, target: str, echo: str) -> Iterator[Clients]:
     """So many processes, which know their planes."""
-    context = multiprocessing.get_context("spawn")
+    # The server of forks imports what takes seconds, once, and has neither threads nor channels.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.bench.stage"])
     pairs = [context.Pipe() for _ in range(count)]
     processes = [context.Process(target=client, args=(theirs, target, echo)) for _, theirs in pairs]
     for process in processes:

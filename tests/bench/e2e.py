@@ -30,6 +30,7 @@ from slotcar_kernels.cpu import lora_forward
 from slotcar_kernels.plan import Plan, plan_rows
 from slotcar_sidecar.demo.model import smollm2_available, smollm2_folder, tiny_llama_folder
 from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.utils import logging
 
 from tests.bench.harness import Peer, Record, Took
 from tests.bench.sides import Side, Turn, in_turns, repeated
@@ -40,7 +41,7 @@ from tests.bench.stage import PLANES, Site, adapter_weights, serving, write_adap
 ROWS = 32
 ADAPTERS = 8
 RANK = 16
-PROMPT_TOKENS = 24
+PROMPT_TOKENS = 12
 NAMES = tuple(f"a{number}" for number in range(ADAPTERS))
 ENTRIES = tuple(NAMES[row % ADAPTERS] for row in range(ROWS))
 _CACHE = Path(__file__).resolve().parents[2] / ".cache" / "slotcar"
@@ -119,12 +120,13 @@ class Host:
     name: str
     model: Any
     sites: list[Site]
-    weights: list[Mapping[str, tuple[torch.Tensor, torch.Tensor]]]
+    weights: Sequence[Mapping[str, tuple[torch.Tensor, torch.Tensor]]]
     prompts: torch.Tensor
 
 
 def make_host(size: Size) -> Host:
     real = size > Size.SMOKE and smollm2_available()
+    logging.disable_progress_bar()
     folder = smollm2_folder(_CACHE) if real else tiny_llama_folder(_CACHE)
     model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
     sites = [Site(site.name, site.in_features, site.out_features) for site in model_spec(model).sites]
@@ -186,7 +188,7 @@ def run(size: Size) -> None:
             with session.rows(ENTRIES):
                 _check_close(decoding.step(), peft.step())
             sides[name] = within_rows(session, repeated(decoding.step, [stage.pid]))
-        steps = size.pick(1, 2, 4)
+        steps = size.pick(1, 1, 4)
         times = in_turns({name: Turn(side, steps) for name, side in sides.items()}, size.pick(1, 15, 40))
     for name in sessions:
         for peer in ("in-process", "peft", "base"):

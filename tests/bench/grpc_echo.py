@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import grpc
 
@@ -44,16 +44,17 @@ def echo_server(folder: Path) -> Iterator[Echo]:
 def echo_call(address: str) -> Iterator[Callable[[bytes], bytes]]:
     """A call that returns what it is given, by way of the server."""
     with grpc.insecure_channel(address, options=_OPTIONS) as channel:
-        yield channel.unary_unary(_METHOD)
+        call: Any = channel.unary_unary(_METHOD)
+        yield call
 
 
 class _Echo(grpc.GenericRpcHandler):
-    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes]:
         return grpc.unary_unary_rpc_method_handler(lambda request, _: request)
 
 
 def main() -> None:
-    server = grpc.server(ThreadPoolExecutor(1), handlers=(_Echo(),), options=_OPTIONS)
+    server = grpc.server(ThreadPoolExecutor(1), handlers=[_Echo()], options=_OPTIONS)
     server.add_insecure_port(sys.argv[1])
     server.start()
     sys.stdin.read()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import socket
+from array import array
 from collections.abc import Callable
 
 import numpy as np
@@ -21,22 +22,29 @@ _EPOCH = bytes(16)
 def prepared_calls(
     plan: Plan, x: torch.Tensor, slots: SiteSlots, base: torch.Tensor | None
 ) -> tuple[Callable[[], int], Callable[[], int]]:
-    """Guarded and not; both compute the same into tensors of their own. The compiled kernel must be there."""
+    """One prepared call, guarded and not. The compiled kernel must be there."""
     words = WriterWords(*(np.zeros(count, np.uint64) for count in (2, 1, 1, len(slots.ranks))))
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    guard = Guard(Watch(words, _EPOCH, ends[0].fileno()), sorted({slot for slot, _, _ in plan.segments}), 1)
+    used = [slot for slot, _, _ in plan.segments]
+    guard = Guard(Watch(words, _EPOCH, ends[0].fileno()), used, generation=1)
     guard.use = np.zeros(3, np.uint64)
     isa = native.best_isa()
     assert isa is not None
+    native_plan, call = native.NativePlan(plan), native.PreparedCall(x.dtype, [slots], (isa, 1))
+    ranks, scales = (
+        array(kind, [each[slot] for slot in used]) for kind, each in (("q", slots.ranks), ("f", slots.scales))
+    )
     out = torch.empty(plan.rows, slots.out_features, dtype=x.dtype)
-    calls = []
-    for struct in (guard.struct, None):
-        call = native.PreparedCall(plan, x.dtype, [slots], (isa, 1), struct)
-        call.point(x, [out], [base])
-        assert call.run() == 0
-        calls.append(functools.partial(_run, call, (x, out, base, guard, ends)))
-    return calls[0], calls[1]
+    call.use(native_plan, [native.address(ranks)], [native.address(scales)])
+    call.point(x, [out], [base])
+    kept_alive = native_plan, ranks, scales, x, out, base, guard, ends
+    assert call.run() == call.run_guarded(guard.address) == 0
+    return functools.partial(_guarded, call, guard.address, kept_alive), functools.partial(_unguarded, call, kept_alive)
 
 
-def _run(call: native.PreparedCall, _kept_alive: object) -> int:
+def _guarded(call: native.PreparedCall, guard: int, _kept_alive: object) -> int:
+    return call.run_guarded(guard)
+
+
+def _unguarded(call: native.PreparedCall, _kept_alive: object) -> int:
     return call.run()

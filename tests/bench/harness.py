@@ -2,6 +2,9 @@
 
 A line is a `Record`: `ratio` is peer / ours, above 1 where slotcar is the faster; `case` says what was computed, with
 `"target": true` where the project has a target for the ratio. A timing is never a pass or a fail.
+
+Each benchmark is a module that `python -m tests.bench` runs with `--smoke`, `--quick` or neither (sizes.py); targets.py
+and charts.py know the fields of its cases.
 """
 
 from __future__ import annotations

@@ -27,8 +27,7 @@ def register(cache: AdapterCache, count: int) -> AdapterCache:
 
 def main() -> None:
     count = int(sys.argv.pop(1))
-    make = functools.partial(_make, count)
-    app.AdapterCache = make  # type: ignore[assignment,misc]
+    vars(app)["AdapterCache"] = functools.partial(_make, count)
     cli.main()
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -19,10 +20,11 @@ __all__ = ["write_report"]
 _BENCHES = ("kernels", "planes", "step", "load", "mapping", "clients", "e2e")
 _HEAD = """# Measurements
 
-Made by `make bench-full` from the programs in `tests/bench`, whose first lines say what each compares. Do not edit.
+`make bench-full` makes this page; `make bench` measures less, in less than five minutes. A machine that does something
+else meanwhile gives other numbers.
 
 Both sides of a line were timed in turns, in one run; times are medians. A ratio is peer / slotcar: above 1, slotcar is
-the faster.
+the faster. In bold are the lines that the targets speak of.
 """
 _COLUMNS = ("peer", "slotcar", "peer's", "ratio", "p99", "peer's p99", "CPU", "peer's CPU", "runs")
 
@@ -37,11 +39,18 @@ def write_report(files: Iterable[Path], out: Path) -> None:
         mine = [line for line in measured if line["bench"] == bench]
         if mine:
             CHARTS[bench].draw(mine, out / f"{bench}.svg")
-            sections.append(f"## {bench}\n\n![{CHARTS[bench].title}]({bench}.svg)\n\n{_table(mine)}")
+            plot = f"![{CHARTS[bench].title}]({bench}.svg)"
+            sections.append(f"## {bench}\n\n{_what(bench)}\n\n{plot}\n\n{_table(mine)}")
     skipped = dict.fromkeys(_skipped(line) for line in lines if "skipped" in line)
     if skipped:
         sections.append("## Not measured\n\n" + "\n".join(skipped))
     (out / "index.md").write_text("\n".join(f"{section.rstrip()}\n" for section in sections), encoding="utf-8")
+
+
+def _what(bench: str) -> str:
+    """What the benchmark says of itself."""
+    module = ast.parse(Path(__file__).with_name(f"{bench}.py").read_text(encoding="utf-8"))
+    return ast.get_docstring(module) or ""
 
 
 def _machine(lines: Sequence[Line]) -> str:
@@ -85,7 +94,8 @@ def _table(lines: Sequence[Line]) -> str:
     head = [*varying, *_COLUMNS]
     rows = [head, ["---"] * len(head), *(list(_cells(line, varying)) for line in lines)]
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    return f"In all: {', '.join(common)}.\n\n{table}" if common else table
+    folded = f"<details><summary>{len(lines)} lines</summary>\n\n{table}\n\n</details>"
+    return f"In all: {', '.join(common)}.\n\n{folded}" if common else folded
 
 
 def _cells(line: Line, varying: Sequence[str]) -> Iterator[str]:

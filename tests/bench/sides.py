@@ -30,7 +30,7 @@ def in_turns(turns: Mapping[str, Turn], rounds: int) -> dict[str, list[Took]]:
     """
     times: dict[str, list[Took]] = {name: [] for name in turns}
     for number in range(-1, rounds):
-        for name in list(turns) if number % 2 else reversed(turns):
+        for name in list(turns) if number % 2 else list(turns)[::-1]:
             result = turns[name].side(turns[name].calls)
             if number >= 0:
                 times[name] += result

@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import save_file
 from slotcar_sidecar.core import model
 
-from tests.adapters import CONFIG_FILE, WEIGHTS_FILE
 from tests.bench.harness import Bench
 from tests.server import SidecarProcess
 
@@ -122,14 +121,15 @@ def adapter_weights(
 def write_adapter(folder: Path, weights: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> Path:
     """A PEFT adapter with these weights for these sites."""
     folder.mkdir(parents=True)
-    tensors, rank = {}, 0
+    tensors: dict[str, torch.Tensor] = {}
+    rank = 0
     for site, pair in weights.items():
         rank = len(pair[0])
         tensors |= {
             f"base_model.model.{site}.lora_{name}.weight": values for name, values in zip("AB", pair, strict=True)
         }
-    save_file(tensors, folder / WEIGHTS_FILE)
+    save_file(tensors, folder / "adapter_model.safetensors")
     targets = sorted({site.rpartition(".")[2] for site in weights})
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": ALPHA, "target_modules": targets}
-    (folder / CONFIG_FILE).write_text(json.dumps(config), encoding="utf-8")
+    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder

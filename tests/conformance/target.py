@@ -155,6 +155,7 @@ class Target:
         for status in sessions:
             status.ClearField("grace_left")
             status.ClearField("forwards_in_flight")
+            status.ClearField("planes")  # a refused call may be the first that travels over a ring
             for mapping in status.mappings:
                 mapping.ClearField("idle")
             for hold in status.holds:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Hashable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 from slotcar_sidecar.cache import AdapterCache
 from slotcar_sidecar.core.adapter import Adapter, SiteLora
@@ -135,6 +135,7 @@ class FakeBatch:
 
     rows: tuple[tuple[SlotId | None, int], ...]
     seen: list[tuple[str | None, ...]]
+    outputs: list[Matrix] = field(default_factory=list)
 
 
 class FakeDevice:
@@ -159,6 +160,7 @@ class FakeDevice:
         self.fail_fill: Exception | None = None
         self.published: Layout | None = None
         self.closed = False
+        self.kernel: Callable[[], None] = lambda: None
 
     def publish(self, layout: Layout) -> None:
         self.published = layout
@@ -205,10 +207,18 @@ class FakeDevice:
         self.read_while_written += [slot for slot, _ in batch.rows if self._read(slot) is TORN and slot is not None]
 
     def execute(self, batch: FakeBatch) -> list[Matrix]:
+        """`kernel` is called in the midst of it."""
+        self.kernel()
         self.launch(batch)
         self.reading.remove(batch)
         read = [(looks[0] or "") if len(set(looks)) == 1 else TORN for looks in zip(*batch.seen, strict=True)]
-        return [Matrix("float32", len(read), 1, 1, "\n".join(read).encode())]
+        batch.outputs[:] = [Matrix("float32", len(read), 1, 1, "\n".join(read).encode())]
+        return batch.outputs
+
+    def forget(self, batch: FakeBatch) -> None:
+        """Nobody will execute the batch any more."""
+        if batch in self.reading:
+            self.reading.remove(batch)
 
     def matches(self, slot: SlotId, weights: Weights) -> bool:
         return self.bytes[slot] == str(weights.adapter.digest)
@@ -243,6 +253,7 @@ class Bench:
     load_pool: StepExecutor
     compute_pool: StepExecutor
     seen: list[Event]
+    plane: ClassVar[str] = "unary"
 
 
 def make_bench(

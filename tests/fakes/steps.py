@@ -15,6 +15,7 @@ from slotcar_sidecar.core.pins import HoldOwner, MappingOwner
 from slotcar_sidecar.core.residency import OnConflict
 from slotcar_sidecar.core.session import SessionTerms
 
+from tests.fakes import planes
 from tests.fakes.parts import SITE, Bench, at_once, make_bench, settle, vector
 
 ENGINE = SessionTerms("engine", 10.0)
@@ -114,6 +115,11 @@ def read_by(computed: Computed) -> list[str]:
 
 
 async def computed(bench: Bench, session: SessionId, mapping: Mapping, **changes: Any) -> Computed:
+    """A Forward from begin to end over the bench's plane; what only gRPC can say goes over gRPC."""
+    over = planes.OVER.get(bench.plane)
+    known = bench.cache.sessions.peek(session)
+    if over is not None and not changes and known is not None and known.mappings.get(mapping.mapping_id) is mapping:
+        return over(bench, session, mapping)
     (result,) = await finish(bench, forward(bench, session, mapping, **changes))
     if isinstance(result, BaseException):
         raise result

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import pytest
 import slotcar_client
+from slotcar.shm.handshake import SUFFIX
 
 from tests.server import SidecarProcess
 
@@ -173,7 +174,7 @@ def test_a_socket_has_the_name_that_was_asked_for(tmp_path: Path) -> None:
     listen = [argument for name in names for argument in ("--listen", f"unix://{tmp_path}/{name}")]
     with SidecarProcess(tmp_path, tmp_path, extra=tuple(listen)) as sidecar:
         sockets = {path.name for path in tmp_path.iterdir() if path.is_socket()}
-        assert sockets == {*names, "s.sock"}
+        assert sockets == {f"{name}{suffix}" for name in (*names, "s.sock") for suffix in ("", SUFFIX)}
         assert {answers(f"unix://{tmp_path}/{name}") for name in names} == {answers(sidecar.target)}
 
 
@@ -227,6 +228,10 @@ def test_a_model_that_does_not_fit_is_refused_in_a_sentence(tmp_path: Path) -> N
 
 WRONG_USAGE = {
     "a path too long": (("--listen", f"unix:///tmp/{'x' * 103}"), "107 bytes"),
+    "a path too long for two sockets": (("--listen", f"unix:///tmp/{'x' * 99}"), "103 bytes"),
+    "an unknown plane": (("--planes", "stream,rings"), "direct"),
+    "no stream": (("--planes", "ring,direct"), "stream"),
+    "a ring beyond the layout": (("--ring-bytes", "5GiB"), "--ring-bytes"),
     "a relative path": (("--listen", "unix://s.sock"), "unix:///path"),
     "no scheme": (("--listen", "/tmp/s.sock"), "unix:///path"),
     "no port": (("--listen", "tcp://127.0.0.1"), "tcp://host:port"),

@@ -28,11 +28,13 @@ assert native.available(), native.backend()
 """
 RUN_TESTS = "sys.exit(pytest.main(sys.argv[2:]))"
 READ_TOO_MUCH = """
+from array import array
 import torch
 from slotcar_kernels import plan, sites
 site = sites.SiteSlots(torch.zeros(1, 1, 4096), torch.zeros(1, 1, 8), [1], [1.0])
-call = native.PreparedCall(plan.plan_rows([(0, 1)]), torch.float32, [site], ("portable", 1))
-x, out = torch.zeros(1, 4000), torch.zeros(1, 8)
+call, rows = native.PreparedCall(torch.float32, [site], ("portable", 1)), native.NativePlan(plan.plan_rows([(0, 1)]))
+ranks, scales, x, out = array("q", [1]), array("f", [1]), torch.zeros(1, 4000), torch.zeros(1, 8)
+call.use(rows, [native.address(ranks)], [native.address(scales)])
 call.point(x, [out], [None])
 call.run()
 """

@@ -15,7 +15,17 @@ import numpy as np
 import pytest
 import torch
 from slotcar_kernels import cpu, eager, native
-from slotcar_kernels.guard import Change, Changed, Guard, GuardedForward, Watch, Words, WriterWords, why_not
+from slotcar_kernels.guard import (
+    Change,
+    Changed,
+    Guard,
+    GuardedBatch,
+    GuardedForward,
+    Watch,
+    Words,
+    WriterWords,
+    why_not,
+)
 from slotcar_kernels.plan import Plan, Segment, plan_rows
 from slotcar_kernels.sites import SiteSlots
 
@@ -164,34 +174,55 @@ def test_another_processor_needs_the_library(
 
 
 ENTRIES: Entries = [(1, 2), (None, 1), (0, 3), (1, 1)]
+WIDTHS = (40, 16)
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, list[SiteSlots], list[torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
-    sites = [site_slots(24, width, dtype) for width in (40, 16)]
+    sites = [site_slots(24, width, dtype, seed=width) for width in WIDTHS]
     x = torch.randn(7, 24, generator=generator).to(dtype)
-    return x, sites, [torch.randn(7, width, generator=generator).to(dtype) for width in (40, 16)]
+    return x, sites, [torch.randn(7, width, generator=generator).to(dtype) for width in WIDTHS]
+
+
+def batch_of(guard: Guard, plan: Plan, sites: list[SiteSlots]) -> GuardedBatch:
+    slots = [segment.slot for segment in plan.segments]
+    ranks = np.array([[site.ranks[slot] for slot in slots] for site in sites], np.int64)
+    return GuardedBatch(guard, plan, ranks, np.array([[site.scales[slot] for slot in slots] for site in sites]))
+
+
+def forward_at(sites: list[SiteSlots], dtype: torch.dtype = torch.float32, name: str | None = None) -> GuardedForward:
+    return GuardedForward(dtype, {index: (site.a, site.b) for index, site in enumerate(sites)}, cpu.Kernel(name))
+
+
+def plainly(
+    plan: Plan, x: torch.Tensor, sites: list[SiteSlots], bases: list[torch.Tensor] | None
+) -> list[torch.Tensor]:
+    outs = [torch.empty(len(x), site.out_features, dtype=x.dtype) for site in sites]
+    cpu.lora_forward(plan, x, sites, outs, bases)
+    return outs
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("add", [False, True])
 def test_a_unit_has_the_bits_of_the_kernel(way: str, writer: Writer, dtype: torch.dtype, add: bool) -> None:
+    """Whatever it computed before, and at any of the batch's sites."""
     x, sites, bases = inputs(dtype)
-    plan = plan_rows(ENTRIES)
-    wanted = [torch.empty(7, width, dtype=dtype) for width in (40, 16)]
-    cpu.lora_forward(plan, x, sites, wanted, bases if add else None)
-    forward = GuardedForward(writer.guard(0, 1), plan, dtype, sites)
-    for _ in range(2):
-        for found, want in zip(forward(x.clone(), bases if add else None), wanted, strict=True):
-            assert_same_bits(found, want)
+    plans = [plan_rows(ENTRIES), plan_rows([(3, 7)]), plan_rows([(None, 7)]), plan_rows(ENTRIES)]
+    batches = [batch_of(writer.guard(0, 1, 3), plan, sites) for plan in plans]
+    both, last = forward_at(sites, dtype), GuardedForward(dtype, {1: (sites[1].a, sites[1].b)})
+    for plan, batch in [*zip(plans, batches, strict=True)] * 2:
+        wanted = plainly(plan, x, sites, bases if add else None)
+        found = both(batch, x.clone(), bases if add else None) + last(batch, x, bases[1:] if add else None)
+        for output, want in zip(found, [*wanted, wanted[1]], strict=True):
+            assert_same_bits(output, want)
 
 
 def test_each_unit_reads_its_own_tensors_and_keeps_none(way: str, writer: Writer) -> None:
     x, sites, bases = inputs()
-    forward = GuardedForward(writer.guard(0, 1), plan_rows(ENTRIES), torch.float32, sites)
+    batch, forward = batch_of(writer.guard(0, 1), plan_rows(ENTRIES), sites), forward_at(sites)
     wide = torch.zeros(7, 48)
     wide[:, :24] = x
-    plain, added, again = forward(x), forward(wide[:, :24], bases), forward(torch.zeros(7, 24))
+    plain, added, again = forward(batch, x), forward(batch, wide[:, :24], bases), forward(batch, torch.zeros(7, 24))
     for delta, total, nothing, base in zip(plain, added, again, bases, strict=True):
         torch.testing.assert_close(total, base + delta)
         assert not nothing.any()
@@ -200,7 +231,8 @@ def test_each_unit_reads_its_own_tensors_and_keeps_none(way: str, writer: Writer
 
 def test_what_does_not_fit_is_refused(way: str, writer: Writer) -> None:
     x, sites, bases = inputs()
-    forward = GuardedForward(writer.guard(0, 1), plan_rows(ENTRIES), torch.float32, sites)
+    guard, plan = writer.guard(0, 1), plan_rows(ENTRIES)
+    batch, forward = batch_of(guard, plan, sites), forward_at(sites)
     for bad_x, bad_bases, message in (
         (x[:6], None, "x is"),
         (x.double(), None, "x is"),
@@ -210,19 +242,24 @@ def test_what_does_not_fit_is_refused(way: str, writer: Writer) -> None:
         (x, bases[:1], "shorter"),
     ):
         with pytest.raises(ValueError, match=message):
-            forward(bad_x, bad_bases)
+            forward(batch, bad_x, bad_bases)
     with pytest.raises(ValueError, match="wanted one input"):
-        GuardedForward(writer.guard(0), plan_rows(ENTRIES), torch.float32, [*sites, site_slots(25, 40)])
-    too_high = SiteSlots(sites[0].a, sites[0].b, [99] * 9, [1.0] * 9)
-    with pytest.raises(ValueError, match="no slot 0"):
-        GuardedForward(writer.guard(0), plan_rows(ENTRIES), torch.float32, [too_high])
+        forward_at([*sites, site_slots(25, 40)])
+    with pytest.raises(ValueError, match="as many slots and ranks"):
+        forward_at([*sites, site_slots(24, 40, ranks=(3,))])
+    with pytest.raises(ValueError, match="wanted 2 segments"):
+        GuardedBatch(guard, plan, np.ones((2, 3)), np.ones((2, 3)))
+    for slot, rank in ((0, 33), (9, 1)):
+        odd = GuardedBatch(guard, plan_rows([(slot, 7)]), np.full((2, 1), rank), np.ones((2, 1)))
+        with pytest.raises(ValueError, match="of 9 slots, wanted them up to 32"):
+            forward(odd, x)
 
 
 def test_a_plan_of_rows_that_are_not_there_is_no_change(writer: Writer) -> None:
     x, sites, _ = inputs()
-    forward = GuardedForward(writer.guard(0), Plan(7, (Segment(0, 0, 8),), ()), torch.float32, sites)
+    batch = batch_of(writer.guard(0), Plan(7, (Segment(0, 0, 8),), ()), sites)
     with pytest.raises(ValueError, match="out of range"):
-        forward(x)
+        forward_at(sites)(batch, x)
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -231,11 +268,11 @@ def test_a_unit_that_is_refused_before_is_not_computed(
 ) -> None:
     change, make = CHANGES[name]
     x, sites, _ = inputs()
-    forward = GuardedForward(writer.guard(0, 2), plan_rows(ENTRIES), torch.float32, sites)
-    made = [torch.zeros(7, width) for width in (40, 16)]
-    monkeypatch.setattr(forward, "_outs", lambda: made)
+    batch, forward = batch_of(writer.guard(0, 2), plan_rows([(0, 7)]), sites), forward_at(sites)
+    made = [torch.zeros(7, width) for width in WIDTHS]
+    monkeypatch.setattr(forward, "_outs", lambda rows: made)
     make(writer)
-    assert refused(lambda: forward(x)) is change
+    assert refused(lambda: forward(batch, x)) is change
     assert not any(out.any() for out in made)
 
 
@@ -244,17 +281,17 @@ def test_a_unit_that_is_refused_before_is_not_computed(
     [(6, Change.STALE_AFTER), (2, Change.CLOSED), (0, Change.OTHER_EPOCH), (3, Change.DISCONNECTED)],
     ids=str,
 )
-def test_what_changes_during_the_kernel_is_noticed(writer: Writer, word: int, change: Change) -> None:
+def test_what_changes_during_the_kernel_is_noticed(
+    writer: Writer, word: int, change: Change, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The kernel itself writes the word: its output lies there."""
     if native.library() is None:
         pytest.skip(native.backend())
-    guard = writer.guard(0, 2)
     site = SiteSlots(torch.ones(1, 1, 4), torch.ones(1, 1, 2), [1], [1.0])
-    call = native.PreparedCall(plan_rows([(0, 1)]), torch.float32, [site], ("portable", 1), guard.struct)
+    batch, forward = batch_of(writer.guard(0, 2), plan_rows([(0, 1)]), [site]), forward_at([site])
     out = torch.from_numpy(writer.memory[word : word + 1].view(np.float32))[None]
-    x = torch.ones(1, 4)
-    call.point(x, [out], [None])
-    assert call.run() == change
+    monkeypatch.setattr(forward, "_outs", lambda rows: [out])
+    assert refused(lambda: forward(batch, torch.ones(1, 4))) is change
     assert out.tolist() == [[4.0, 4.0]]
 
 
@@ -263,14 +300,15 @@ def test_what_changes_during_torch_is_noticed(writer: Writer, name: str, monkeyp
     change, make = CHANGES[name]
     x, sites, _ = inputs()
     compute = eager.lora_forward
-    forward = GuardedForward(writer.guard(0, 2), plan_rows(ENTRIES), torch.float32, sites, cpu.Kernel("torch"))
+    batch = batch_of(writer.guard(0, 2), plan_rows([(0, 7)]), sites)
 
     def compute_and_change(*arguments: object) -> None:
         compute(*arguments)  # type: ignore[arg-type]
         make(writer)
 
     monkeypatch.setattr(eager, "lora_forward", compute_and_change)
-    assert refused(lambda: forward(x)) is (Change.STALE_AFTER if change is Change.STALE_BEFORE else change)
+    after = Change.STALE_AFTER if change is Change.STALE_BEFORE else change
+    assert refused(lambda: forward_at(sites, name="torch")(batch, x)) is after
 
 
 def test_the_second_check_waits_for_the_loads_before_it() -> None:

@@ -5,11 +5,12 @@ What cannot be said on the plane, such as a tensor of another shape than its row
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import grpc
 from slotcar.shm import region, slots
@@ -21,6 +22,7 @@ from tests.planes.connection import Connection, Gone, Refused, hello
 from tests.planes.errors import PlaneError
 
 PLANES = ("unary", "stream", "ring", "direct")
+MOST_ENTRIES = 64  # whose answer, and whose refusal by name, is sure to fit into a cell
 DTYPES = {
     tensor_pb2.DTYPE_FLOAT32: "float32",
     tensor_pb2.DTYPE_FLOAT16: "float16",
@@ -45,21 +47,24 @@ def engine_stub(channel: grpc.Channel, target: str, plane: str) -> Any:
 class PlaneStub:
     """`carried` counts the Forwards that went over the plane."""
 
+    # By their fingerprint: the ranks of a session, each with a stub of its own, use one mapping.
+    _digests: ClassVar[dict[int, tuple[str, ...]]] = {}
+
     def __init__(self, stub: EngineServiceStub, target: str, plane: str) -> None:
         self._stub = stub
         self._target = target
         self._plane = plane
         self._models: dict[str, model_pb2.ModelSpec] = {}
         self._mapped: dict[tuple[str, int], Mapped] = {}
-        self._digests: dict[int, tuple[str, ...]] = {}
         self._connections: dict[tuple[str, int], Connection] = {}
         self._pool = ThreadPoolExecutor(8)
+        self._lock = threading.Lock()
         self.carried: Counter[str] = Counter()
         self.Forward = _Method(self._forward, partial(self._pool.submit, self._forward))
         self.SetMapping = _Method(self._set_mapping, self._set_mapping_later)
-        release, fence = region.Kind.RELEASE_MAPPING, region.Kind.FENCE
-        self.ReleaseMapping = _Method(self._over_ring(release, "ReleaseMapping"), stub.ReleaseMapping.future)
-        self.Fence = _Method(self._over_ring(fence, "Fence"), stub.Fence.future)
+        self._release = self._over_ring(region.Kind.RELEASE_MAPPING, "ReleaseMapping")
+        self.ReleaseMapping = _Method(self._release_mapping, stub.ReleaseMapping.future)
+        self.Fence = _Method(self._over_ring(region.Kind.FENCE, "Fence"), stub.Fence.future)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stub, name)
@@ -76,14 +81,16 @@ class PlaneStub:
 
     def _connection(self, session: str, rank: int) -> Connection:
         """Raises Refused or Gone."""
-        known = self._connections.get((session, rank))
-        if known is None or known.is_over:
-            if known is not None:
-                known.close()
-                del self._connections[session, rank]
-            plane = "direct" if self._plane == "direct" else "ring"
-            known = self._connections[session, rank] = Connection(self._target, hello(session, plane, rank))
-        return known
+        with self._lock:
+            known = self._connections.get((session, rank))
+            if known is None or known.is_over:
+                plane = "direct" if self._plane == "direct" else "ring"
+                fresh = Connection(self._target, hello(session, plane, rank))
+                if known is not None:
+                    with known.lock:
+                        known.close()
+                known = self._connections[session, rank] = fresh
+            return known
 
     def _over_ring(self, kind: region.Kind, name: str) -> Callable[..., Any]:
         unary = getattr(self._stub, name)
@@ -100,30 +107,23 @@ class PlaneStub:
                 return unary(request, **options)
             except Refused as refused:
                 raise PlaneError(refused.error) from None
-            response = getattr(pb, f"{name}Response").FromString(answer.payload)
-            return response
+            return getattr(pb, f"{name}Response").FromString(answer.payload)
 
         return call
 
     def _set_mapping(self, request: pb.SetMappingRequest, **options: Any) -> pb.SetMappingResponse:
-        call = (
-            self._stub.SetMapping
-            if request.HasField("wait")
-            else self._over_ring(region.Kind.SET_MAPPING, "SetMapping")
-        )
+        goes_over_ring = not request.HasField("wait") and len(request.entries) <= MOST_ENTRIES
+        call = self._over_ring(region.Kind.SET_MAPPING, "SetMapping") if goes_over_ring else self._stub.SetMapping
         response: pb.SetMappingResponse = call(request, **options)
         self._learn_mapping(request, response)
         return response
 
+    def _release_mapping(self, request: pb.ReleaseMappingRequest, **options: Any) -> Any:
+        self._mapped.pop((request.session, request.mapping_id), None)
+        return self._release(request, **options)
+
     def _set_mapping_later(self, request: pb.SetMappingRequest, **options: Any) -> Any:
-        future = self._stub.SetMapping.future(request, **options)
-
-        def learn(done: Any) -> None:
-            if not done.cancelled() and done.exception() is None:
-                self._learn_mapping(request, done.result())
-
-        future.add_done_callback(learn)
-        return future
+        return _Later(self._stub.SetMapping.future(request, **options), partial(self._learn_mapping, request))
 
     def _learn_mapping(self, request: pb.SetMappingRequest, response: pb.SetMappingResponse) -> None:
         # A request in short gets an answer for each of its targets.
@@ -266,6 +266,22 @@ class _Method:
 
     def __call__(self, request: Any, **options: Any) -> Any:
         return self._call(request, **options)
+
+
+class _Later:
+    """A future whose result is told of before anybody has it."""
+
+    def __init__(self, future: Any, learn: Callable[[Any], None]) -> None:
+        self._future = future
+        self._learn = learn
+
+    def result(self, timeout: float | None = None) -> Any:
+        response = self._future.result(timeout)
+        self._learn(response)
+        return response
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._future, name)
 
 
 class _Opening:

@@ -21,7 +21,8 @@ from slotcar_sidecar.core.residency import OnConflict
 from slotcar_sidecar.core.session import SessionTerms
 
 from tests.fakes.parts import IDLE_SECONDS, SITE, at_once, settle, vector
-from tests.property.oracle import Sent
+from tests.fakes.planes import over_direct, start_over_ring
+from tests.property.oracle import Sent, check_answer
 from tests.property.world import GRACE_SECONDS, HOLD_SECONDS, NAMES, VERSIONS, WAIT_SECONDS, Asked, World
 
 names = st.sampled_from(NAMES)
@@ -240,6 +241,28 @@ class CacheMachine(World):
         self.run(settle())
         while self.bench.compute_pool.jobs:
             self.bench.compute_pool.run_one()
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data())
+    def send_over_a_ring(self, data: st.DataObject) -> None:
+        """A thread that nobody hands its work to is in the midst of a kernel, or was refused."""
+        session_id, mapping = data.draw(st.sampled_from(self.known[-6:]))
+        work = start_over_ring(self.bench, session_id, mapping)
+        self.forwards.append(Sent(mapping, self.loop.create_task(work)))
+        self.run(settle())
+        self.reached["a ring computes"] += not self.forwards[-1].task.done()
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data())
+    def compute_directly(self, data: st.DataObject) -> None:
+        """A client that has nothing but the slots and the words that were published."""
+        session_id, mapping = data.draw(st.sampled_from(self.known[-6:]))
+        if mapping.epoch == self.bench.cache.layout.epoch:
+            done = self.loop.create_future()
+            computed = self.attempt(lambda: over_direct(self.bench, session_id, mapping))
+            if computed is not None:
+                done.set_result(computed)
+                self.reached[f"direct: {check_answer(Sent(mapping, done))}"] += 1
 
     @precondition(lambda self: self.forwards)
     @rule(data=st.data())

@@ -15,9 +15,11 @@ from tests.property.world import NAMES, VERSIONS
 HARD_STATES = {
     "a call that waited is served or refused",
     "a fill waits for a reader",
+    "a ring computes",
     "a server of a later life",
     "a slot is held",
     "calls wait beside a reservation",
+    "direct: OK",
     "slots are reserved",
     "two calls wait",
     "two slots are written",

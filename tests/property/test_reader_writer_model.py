@@ -38,13 +38,17 @@ REACHED_ON = {
         "killed under a Forward",
     },
     Plane.DIRECT: {
-        "first check: another epoch, another digest at a current generation",
+        "check of the parts: another epoch, another digest at a current generation",
+        "check of the parts: stale",
+        "check of the parts: the session has ended",
         "first check: closed",
         "first check: the process is gone",
         "second check: stale after torn reads",
         "second check: stale, the same digest in the same slot after wrong reads",
         "second check: closed after wrong reads",
         "second check: the process is gone after torn reads",
+        "second check: the session has ended after torn reads",
+        "second check: the session has ended, the same digest in the same slot after wrong reads",
     },
 }
 
@@ -72,8 +76,8 @@ def test_the_rule_holds_for_longer(
     check(explore(configuration), configuration, LARGE_MIN_STATES, record_property)
 
 
-def one_slot(plane: Plane, *events: Event) -> Configuration:
-    bounds = Bounds(fills=3, maps=2, calls=1, events=1)
+def one_slot(plane: Plane, *events: Event, calls: int = 1) -> Configuration:
+    bounds = Bounds(fills=3, maps=2, calls=calls, events=1)
     return Configuration(plane, 1, "AC", bounds, frozenset(events or Event))
 
 
@@ -127,19 +131,24 @@ MISSING_IN_SIDECAR = [
 ]
 # In a client's process the second check is all there is.
 MISSING_IN_DIRECT = [
-    ("fill_sets_mod_generation", "I8"),
+    ("fill_sets_mod_generation", "I8 PARTS"),
     ("publishes_before_waiting", "PINS"),
-    ("publishes_before_writing", "I1 I8 PINS"),
+    ("publishes_before_writing", "I1 I8 PARTS PINS"),
     ("occupies_after_writing", "I1 I8"),
     ("respects_pins", "PINS"),
-    ("checks_again", "I3 I8 STALE"),
-    ("checks_again_after_completion", "I3 I8 STALE"),
-    ("compares_slots", "I8 STALE"),
-    ("compares_generations", "I8 STALE"),
-    ("compares_epochs", "I3 I8"),
+    ("writes_word_first", "I8 PARTS STALE"),
+    ("writes_word_whole", "I8 PARTS STALE"),
+    ("checks_again", "I3 I8 SESSION STALE"),
+    ("checks_again_after_completion", "I3 I8 SESSION STALE"),
+    ("compares_slots", "I8 PARTS STALE"),
+    ("compares_generations", "I8 PARTS STALE"),
+    ("compares_epochs", "I3 I8 PARTS"),
+    ("reads_region_word", "SESSION"),
     ("polls_socket", "I3"),
     ("force_sets_mod_generation", "STALE"),
-    ("restart_is_new_epoch", "I3 I8"),
+    ("restart_is_new_epoch", "I3 I8 PARTS"),
+    # The first check of a unit comes after its parts were read, so it is as good as a check of their own.
+    ("checks_parts checks_first", "PARTS"),
 ]
 MISSING = [
     *(Missing(Plane.SIDECAR, *row) for row in MISSING_IN_SIDECAR),
@@ -150,13 +159,16 @@ MISSING_WITH_TWO_SLOTS = [
     Missing(Plane.DIRECT, "one_slot_per_digest", "I4"),
     Missing(Plane.SIDECAR, "mapping_has_own_generation", "I8"),
 ]
-# All of a plane's at once. A direct reader has no mark and sends no call; its first check only saves work; an orderly
-# end closes the socket, too; and memory that a restart writes again is of another epoch.
+MISSING_WITH_TWO_CALLS = [Missing(Plane.DIRECT, "reads_parts_for_each_mapping", "I8 PARTS")]
+# All of a plane's at once. A slot is mapped when it is published as occupied, later than the generation at which it
+# began to change, so that the two are never equal. A direct reader has no mark and sends no call; its first check only
+# saves work; an orderly end closes the socket, too; and memory that a restart writes again is of another epoch.
 NEEDLESS = {
-    Plane.SIDECAR: "compares_epochs reads_closed_word polls_socket restart_makes_new_files",
+    Plane.SIDECAR: "compares_epochs reads_closed_word reads_region_word polls_socket takes_equal_generations"
+    " writes_word_first writes_word_whole checks_parts reads_parts_for_each_mapping restart_makes_new_files",
     Plane.DIRECT: "waits_for_marks checks_first marks_first marks_until_completion unmarks_when_refused"
     " session_ends_with_process call_says_generation mapping_has_own_generation reads_closed_word"
-    " restart_makes_new_files",
+    " takes_equal_generations restart_makes_new_files",
 }
 
 
@@ -172,6 +184,12 @@ def test_what_a_missing_rule_breaks_with_two_slots(missing: Missing) -> None:
     assert found.broken.keys() == set(missing.broken.split()), found
 
 
+@pytest.mark.parametrize("missing", MISSING_WITH_TWO_CALLS, ids=str)
+def test_what_a_missing_rule_breaks_with_two_calls(missing: Missing) -> None:
+    found = explore(one_slot(missing.plane, calls=2), Rules().without(*missing.rules.split()))
+    assert found.broken.keys() == set(missing.broken.split()), found
+
+
 @pytest.mark.parametrize("make", [one_slot, two_slots])
 @pytest.mark.parametrize("plane", Plane)
 def test_what_a_plane_does_not_need(plane: Plane, make: Callable[[Plane], Configuration]) -> None:
@@ -180,8 +198,9 @@ def test_what_a_plane_does_not_need(plane: Plane, make: Callable[[Plane], Config
 
 
 def test_each_rule_is_needed_alone_or_named() -> None:
-    alone = {missing.rules for missing in (*MISSING, *MISSING_WITH_TWO_SLOTS)}
-    assert set(RULES) - alone == {"reads_closed_word", "restart_makes_new_files"}
+    alone = {missing.rules for missing in (*MISSING, *MISSING_WITH_TWO_SLOTS, *MISSING_WITH_TWO_CALLS)}
+    named = {"reads_closed_word", "restart_makes_new_files", "takes_equal_generations", "checks_parts"}
+    assert set(RULES) - alone == named
 
 
 def test_the_closed_word_is_for_who_does_not_see_the_socket() -> None:
@@ -197,6 +216,33 @@ def test_the_epoch_is_for_who_reads_memory_that_a_restart_writes_again() -> None
     found = explore(one_slot(Plane.DIRECT), Rules().without("polls_socket", "restart_makes_new_files"))
     assert found.broken.keys() == {"I3"}, found
     assert "second check: another epoch after wrong reads" in found.reached
+
+
+def test_a_check_of_the_parts_alone_or_the_first_check_alone_is_enough() -> None:
+    for rule in ("checks_parts", "checks_first"):
+        found = explore(one_slot(Plane.DIRECT, calls=2), Rules().without(rule))
+        assert not found.broken, found
+
+
+def test_a_word_that_is_zero_while_it_is_written_passes_for_an_old_one() -> None:
+    """A mapping that is stale already, and a second fill of its slot, whose word a reader sees half written."""
+    found = explore(one_slot(Plane.DIRECT, Event.EXPIRE), Rules().without("writes_word_whole"))
+    trace = found.broken["I8"]
+    assert trace[-1] == "delivered"
+    assert len(digests_filled(trace)) == 3
+    assert "the word is written" not in trace[trace.index("launched") :][-2:], found
+
+
+def test_a_reader_that_is_paused_past_its_grace_discards_what_it_read() -> None:
+    """Its session ended meanwhile, and an ordinary load refilled its slot; the word of its region says so, or that of
+    the slot where the region's is not read, or came too late."""
+    for missing in ((), ("reads_region_word", "polls_socket")):
+        found = explore(one_slot(Plane.DIRECT, Event.END), Rules().without(*missing))
+        assert not {"I8", "STALE", "PARTS"} & found.broken.keys(), found
+        why = "stale" if missing else "the session has ended"
+        trace = found.reached[f"second check: {why} after wrong reads"]
+        assert trace.index("launched") < trace.index("the session ends")
+        assert digests_filled(trace) == ["A", "C"]
 
 
 @pytest.mark.parametrize("plane", Plane)

@@ -15,6 +15,7 @@ import grpc
 from slotcar.v1 import engine_service_pb2, layout_pb2
 
 from tests.faults.raw import refusal
+from tests.planes.errors import PlaneError
 from tests.soak.plan import Plan, Pools
 from tests.soak.records import Journal
 
@@ -146,7 +147,7 @@ class Actor:
     def refused(self, verb: str, error: Exception, when: tuple[float, frozenset[str]], **facts: Any) -> None:
         """Judges how a call failed that was sent at a time with some allowed reasons."""
         start, allowed = when
-        assert isinstance(error, grpc.RpcError)
+        assert isinstance(error, grpc.RpcError), repr(error)
         found = refusal(error)
         result = found.reason or found.code.name
         self.step(verb, result, **facts)
@@ -159,7 +160,7 @@ class Actor:
             raise SessionGone
         if result == "DEADLINE_EXCEEDED" and self.world.pulse.stopped_since(start):
             return
-        assert isinstance(error, grpc.Call)
+        assert isinstance(error, grpc.Call | PlaneError)
         self.fault(f"{verb} {facts} ended with {result} after {time.monotonic() - start:.1f} s: {error.details()}")
 
     # What is written down

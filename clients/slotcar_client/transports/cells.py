@@ -107,7 +107,6 @@ class Cells:
                     wanted=self.arena.size,
                 )
             if not self.ahead:
-                self.connection.close()
                 raise ConnectionLost("every cell waits for an answer that is late")
             self.ahead.popleft().settle(timeout_seconds)
         return asked
@@ -184,6 +183,11 @@ class Cells:
         self._free |= 1 << asked.cell.number
         if asked.block is not _NO_BLOCK:
             self.arena.give_back(asked.block)
+
+    def close(self) -> None:
+        """Ends the connection; whoever sent a call ahead may still take an answer that is there. Idempotent."""
+        self.connection.close()
+        self.ahead.clear()
 
     def _find_lost(self) -> None:
         """Frees the cells of calls that nobody waits for and whose answers are there now."""

@@ -44,9 +44,9 @@ class Connection:
         self, link: socket.socket, descriptors: Sequence[int], region: mmap.mmap, slots: mmap.mmap | None
     ) -> None:
         """Takes the hand-shake socket and the descriptors that came over it, to close them. Raises BadRegion."""
+        self.geometry, self.epoch = _read(region)
         self.region = region
         self.words = memoryview(region).cast("Q")
-        self.geometry, self.epoch = RegionGeometry.read(memoryview(region))
         self.slots = slots
         self.link = link
         self.ended = False
@@ -74,7 +74,7 @@ class Connection:
         """
         try:
             events = self._events.poll(seconds)
-        except ValueError:  # closed
+        except (OSError, ValueError):  # a signal handler closed it
             self.ended = True
             return True
         if events != self._doorbell_rang:
@@ -123,10 +123,12 @@ def connect(path: str, hello: plane_pb2.PlaneHello, epoch: str, timeout_seconds:
         opened = _opened(data)
         _audit("the number of descriptors", len(descriptors), _DESCRIPTORS[hello.plane])
         region = _mapped("the region", descriptors[0], opened.region_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
+        on_failure.callback(_unmap, region)
         slots = None
         if hello.plane == plane_pb2.PLANE_DIRECT:
             slots = _mapped("the slots file", descriptors[3], opened.slots_bytes, mmap.PROT_READ)
-        _audit("the region's epoch", RegionGeometry.read(memoryview(region))[1], epoch)
+            on_failure.callback(_unmap, slots)
+        _audit("the region's epoch", _read(region)[1], epoch)
         connection = Connection(link, descriptors, region, slots)
         on_failure.pop_all()
     return connection
@@ -188,6 +190,16 @@ def _mapped(what: str, descriptor: int, size: int, protection: int) -> mmap.mmap
         return mmap.mmap(descriptor, size, mmap.MAP_SHARED, protection)
     except ValueError as error:
         raise AuditFailed(f"{what} of {size} bytes cannot be mapped: {error}", found=size) from error
+
+
+def _read(region: mmap.mmap) -> tuple[RegionGeometry, str]:
+    with memoryview(region) as data:
+        return RegionGeometry.read(data)
+
+
+def _unmap(memory: mmap.mmap) -> None:
+    with contextlib.suppress(BufferError):  # then it goes with the last view of it
+        memory.close()
 
 
 def _audit(what: str, found: object, wanted: object) -> None:

@@ -6,16 +6,15 @@ its digests are those of the mapping. Mappings are set through the ring of the s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
 import torch
 from slotcar.v1 import engine_service_pb2, plane_pb2
-from slotcar_kernels.guard import Change, Changed, GuardedForward
-from slotcar_kernels.plan import Plan, plan_rows
+from slotcar_kernels.guard import Change, Changed, GuardedBatch
+from slotcar_kernels.plan import plan_rows
 
-from slotcar_client.effects import Call, Forward, ForwardCall
+from slotcar_client.effects import Call, Forward
 from slotcar_client.errors import LayoutStale, MappingNotFound, ShapeMismatch, SlotcarError
 from slotcar_client.rpc import Rpc
 from slotcar_client.torch_tensors import check_sites
@@ -29,8 +28,8 @@ from slotcar_client.values import Mapping
 Outputs: TypeAlias = dict[str, torch.Tensor]
 
 _MOST_MAPPINGS = 64
-_MOST_PLANS = 16
-_MOST_PREPARED = 512  # of a mapping; a decode step of a large model has about 130
+_MOST_BATCHES = 16  # of a mapping
+_MOST_SITES = 1024  # a decode step of a large model has about 130
 _CPU = torch.device("cpu")
 _LOST = {
     Change.CLOSED: "the sidecar has closed its slots",
@@ -45,12 +44,11 @@ class DirectTransport:
 
     def __init__(self, connect: Connect, rpc: Rpc) -> None:
         self._line = Line(connect, rpc, plane_pb2.PLANE_DIRECT)
-        self._slots: SharedSlots | None = None
-        self._mapped: dict[int, MappedForwards] = {}
+        self._forwards: SlotsForwards | None = None
 
     def use(self, opened: engine_service_pb2.SessionOpened) -> None:
         self._line.use(opened)
-        self._slots_of(self._line.cells)
+        self._forwards_of(self._line.cells)
 
     def forward(self, forward: Forward) -> Outputs:
         return self._line.repeated(partial(self._forward, forward))
@@ -62,35 +60,68 @@ class DirectTransport:
         return self._line.call(call)
 
     def close(self) -> None:
-        if self._slots is not None:
-            self._slots.watch.close()
-        self._slots, self._mapped = None, {}
+        if self._forwards is not None:
+            self._forwards.slots.watch.close()
+        self._forwards = None
         self._line.close()
 
     def _forward(self, forward: Forward, cells: Cells) -> Outputs:
-        slots, mapping = self._slots_of(cells), forward.mapping
+        forwards = self._forwards_of(cells)
         try:
-            mapped = self._mapped.get(mapping.mapping_id)
-            if mapped is None or mapped.mapping is not mapping:
-                mapped = self._map(slots, mapping)
-            return mapped.compute(forward.call)
+            return forwards.compute(forward)
         except Changed as changed:
-            raise _error(changed.change, slots, mapping) from changed
+            raise _error(changed.change, forwards.slots, forward.mapping) from changed
         except (ValueError, KeyError):
             # These say what the client's names for it do not.
             for part in by_dtype(forward):
-                Shape(part.call, mapping, slots.sites)
+                Shape(part.call, part.mapping, forwards.slots.sites)
             raise
 
-    def _slots_of(self, cells: Cells) -> SharedSlots:
-        slots = self._slots
-        if slots is None or slots.connection is not cells.connection:
-            self._slots, self._mapped = None, {}
-            slots = self._slots = SharedSlots(cells.connection, self._line.opened)
-        return slots
+    def _forwards_of(self, cells: Cells) -> SlotsForwards:
+        forwards = self._forwards
+        if forwards is None or forwards.slots.connection is not cells.connection:
+            self._forwards = None  # first, so that the memory of before goes
+            forwards = self._forwards = SlotsForwards(SharedSlots(cells.connection, self._line.opened))
+        return forwards
 
-    def _map(self, slots: SharedSlots, mapping: Mapping) -> MappedForwards:
-        if mapping.version.epoch != slots.connection.epoch:
+
+class SlotsForwards:
+    """The Forwards over one connection's slots: those of sites are prepared once, those of mappings once for each.
+
+    Nothing here is known to what it knows, so that the memory goes with it and not with a garbage collection.
+    """
+
+    def __init__(self, slots: SharedSlots) -> None:
+        self.slots = slots
+        self._at = lru_cache(_MOST_SITES)(slots.forward)
+        self._mapped: dict[int, MappedBatches] = {}
+
+    def compute(self, forward: Forward) -> Outputs:
+        """{site: output}; sites whose x is the very same object are one unit.
+
+        Raises Changed, ValueError or KeyError for what does not fit the sites, or SlotcarError.
+        """
+        call, mapping = forward.call, forward.mapping
+        inputs, base = call.inputs, call.base
+        if base is not None or not inputs:
+            check_sites(call)
+        mapped = self._mapped.get(mapping.mapping_id)
+        if mapped is None or mapped.mapping is not mapping:
+            mapped = self._map(mapping)
+        batch = mapped.batch(call.row_counts)
+        groups: dict[int, list[str]] = {}
+        for site, x in inputs.items():
+            groups.setdefault(id(x), []).append(site)
+        outputs: Outputs = {}
+        for sites in groups.values():
+            x = inputs[sites[0]]
+            compute = self._at(tuple(sites), x.dtype)
+            outs = compute(batch, _readable(x), None if base is None else [_readable(base[site]) for site in sites])
+            outputs.update(zip(sites, outs if x.is_cpu else [out.to(x.device) for out in outs], strict=True))
+        return outputs
+
+    def _map(self, mapping: Mapping) -> MappedBatches:
+        if mapping.version.epoch != self.slots.connection.epoch:
             raise MappingNotFound(
                 f"mapping {mapping.mapping_id} is of another life of the server: set it again",
                 mapping_id=mapping.mapping_id,
@@ -98,64 +129,42 @@ class DirectTransport:
         self._mapped.pop(mapping.mapping_id, None)
         while len(self._mapped) >= _MOST_MAPPINGS:
             del self._mapped[next(iter(self._mapped))]
-        mapped = self._mapped[mapping.mapping_id] = MappedForwards(slots, mapping)
+        mapped = self._mapped[mapping.mapping_id] = MappedBatches(self.slots, mapping)
         return mapped
 
 
-class MappedForwards:
-    """The Forwards of one mapping at its generation; each is prepared once."""
+class MappedBatches:
+    """The batches of one mapping at its generation: one for each row counts that its calls have."""
 
     def __init__(self, slots: SharedSlots, mapping: Mapping) -> None:
         """Raises Changed, or AuditFailed when the answer to SetMapping does not fit the slots."""
         self.mapping = mapping
-        preparation = _Preparation(slots, mapping)
-        self._guard = preparation.guard
+        used = sorted({slot for slot in mapping.slots if slot is not None})
+        self._guard = slots.guard(used, mapping.generation)
+        self._parts = slots.parts(self._guard, used)
         self._uses = slots.uses
-        # What prepares does not know this object: together they would not go before the next garbage collection.
-        self._prepared = lru_cache(_MOST_PREPARED)(preparation.prepare)
+        self._batches: dict[tuple[int, ...], GuardedBatch] = {}
 
-    def compute(self, call: ForwardCall) -> Outputs:
-        """{site: output}; sites whose x is the very same object are one unit.
-
-        Raises Changed; ValueError or KeyError for what does not fit the sites.
-        """
-        inputs, base = call.inputs, call.base
-        if base is not None or not inputs:
-            check_sites(call)
+    def batch(self, row_counts: tuple[int, ...]) -> GuardedBatch:
+        """Raises ShapeMismatch."""
         if self._guard.use is None:
             self._uses.give(self._guard)
-        groups: dict[int, list[str]] = {}
-        for site, x in inputs.items():
-            groups.setdefault(id(x), []).append(site)
-        outputs: Outputs = {}
-        for sites in groups.values():
-            x = inputs[sites[0]]
-            forward = self._prepared(tuple(sites), call.row_counts, x.dtype)
-            outs = forward(_readable(x), None if base is None else [_readable(base[site]) for site in sites])
-            outputs.update(zip(sites, outs if x.is_cpu else [out.to(x.device) for out in outs], strict=True))
-        return outputs
+        batch = self._batches.get(row_counts)
+        if batch is None:
+            while len(self._batches) >= _MOST_BATCHES:
+                del self._batches[next(iter(self._batches))]
+            batch = self._batches[row_counts] = self._made(row_counts)
+        return batch
 
-
-class _Preparation:
-    """What the calls of a mapping have in common: its guard, its plans, and ranks and scales as they were under it."""
-
-    def __init__(self, slots: SharedSlots, mapping: Mapping) -> None:
-        used = sorted({slot for slot in mapping.slots if slot is not None})
-        self.guard = slots.guard(used, mapping.generation)
-        self._slots = slots
-        self._parts = slots.parts(self.guard, used)
-        self._plan = lru_cache(_MOST_PLANS)(partial(_plan, mapping.slots))
-
-    def prepare(self, sites: Sequence[str], row_counts: Sequence[int], dtype: torch.dtype) -> GuardedForward:
-        plan = self._plan(row_counts)
-        return GuardedForward(self.guard, plan, dtype, [self._slots.site(site, self._parts) for site in sites])
-
-
-def _plan(slots: Sequence[int | None], row_counts: Sequence[int]) -> Plan:
-    if len(row_counts) != len(slots):
-        found, wanted = f"{len(row_counts)} counts", f"{len(slots)} counts"
-        raise ShapeMismatch(f"row_counts is {found}, wanted {wanted}", field="row_counts", found=found, wanted=wanted)
-    return plan_rows(list(zip(slots, row_counts, strict=True)))
+    def _made(self, row_counts: tuple[int, ...]) -> GuardedBatch:
+        slots = self.mapping.slots
+        if len(row_counts) != len(slots):
+            found, wanted = f"{len(row_counts)} counts", f"{len(slots)} counts"
+            message = f"row_counts is {found}, wanted {wanted}"
+            raise ShapeMismatch(message, field="row_counts", found=found, wanted=wanted)
+        plan = plan_rows(list(zip(slots, row_counts, strict=True)))
+        used, parts = [segment.slot for segment in plan.segments], self._parts
+        return GuardedBatch(self._guard, plan, parts.ranks[used].T, parts.scales[used].T)
 
 
 def _readable(tensor: torch.Tensor) -> torch.Tensor:

@@ -99,7 +99,7 @@ class Line:
     def drop(self) -> None:
         """Ends the connection; the next use makes another."""
         if self._cells is not None:
-            self._cells.connection.close()
+            self._cells.close()
             self._cells = None
 
     def close(self) -> None:

@@ -96,7 +96,8 @@ class RingSent:
 
     def collect(self, timeout_seconds: float) -> Outputs | None:
         if self._asked is not None:
-            self._cells.ahead.remove(self)
+            with contextlib.suppress(ValueError):  # its cells are closed
+                self._cells.ahead.remove(self)
             with contextlib.suppress(ConnectionLost, DeadlineExceeded):
                 self.settle(timeout_seconds)
         if self._error is not None:

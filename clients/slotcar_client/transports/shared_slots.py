@@ -5,17 +5,17 @@ Invariant: nothing can be written through it, and it stays mapped for as long as
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from slotcar.shm import region, slots
-from slotcar.shm.slots import WORD, BadSlotsFile, SlotsGeometry
+from slotcar.shm.slots import PART, WORD, BadSlotsFile, SlotsGeometry
 from slotcar.v1 import engine_service_pb2, model_pb2
 from slotcar_kernels.buffers import DTYPES
-from slotcar_kernels.guard import Guard, Watch, Words, WriterWords
-from slotcar_kernels.sites import SiteSlots
+from slotcar_kernels.guard import Guard, GuardedForward, Watch, Words, WriterWords
 
 from slotcar_client.convert import DTYPE_NAMES
 from slotcar_client.errors import AuditFailed, ModelUnknown
@@ -24,10 +24,14 @@ from slotcar_client.transports.connection import Connection
 # Each site of the model with its index in it.
 Sites: TypeAlias = dict[str, tuple[int, model_pb2.Site]]
 
-# [S, N] of rank and scale.
-Parts: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.void]]"
+_PART_WORDS = PART.size // 4  # rank, then scale
 
-_PART = np.dtype([("rank", "<u4"), ("scale", "<f4")])
+
+class Parts(NamedTuple):
+    """Rank and scale by slot and site, [S, N]; zeros for slots that were not read."""
+
+    ranks: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+    scales: np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 
 
 class SharedSlots:
@@ -45,8 +49,8 @@ class SharedSlots:
         self.sites: Sites = {site.name: (index, site) for index, site in enumerate(opened.model_spec.sites)}
         self._geometry = geometry
         self._words: Words = np.frombuffer(connection.slots, np.uint64, geometry.parts_offset // WORD.size)
-        shape = geometry.slots, len(self.sites)
-        self._parts = np.frombuffer(connection.slots, _PART, shape[0] * shape[1], geometry.parts_offset).reshape(shape)
+        shape = geometry.slots, len(self.sites), _PART_WORDS
+        self._parts = np.frombuffer(connection.slots, np.uint32, math.prod(shape), geometry.parts_offset).reshape(shape)
         self._weights = torch.frombuffer(connection.slots, dtype=DTYPES[geometry.dtype], offset=geometry.weights_offset)
         shared: Words = np.frombuffer(connection.region, np.uint64, connection.geometry.arena_offset // WORD.size)
         words = WriterWords(
@@ -80,11 +84,13 @@ class SharedSlots:
 
         Raises Changed, or AuditFailed for a rank that there cannot be.
         """
-        parts = np.zeros(self._parts.shape, _PART)
+        shape = self._parts.shape[:2]
+        parts = Parts(np.zeros(shape, np.int64), np.zeros(shape, np.float32))
         guard.begin(0)
-        parts[used] = self._parts[used]
+        words = self._parts[used]
         guard.end()
-        highest = parts["rank"].max(initial=0)
+        parts.ranks[used], parts.scales[used] = words[:, :, 0], words[:, :, 1].view(np.float32)
+        highest = int(parts.ranks.max(initial=0))
         if highest > self._geometry.max_rank:
             raise AuditFailed(
                 f"the slots file says rank {highest}, the server at most {self._geometry.max_rank}",
@@ -93,12 +99,13 @@ class SharedSlots:
             )
         return parts
 
-    def site(self, name: str, parts: Parts) -> SiteSlots:
-        """All slots at one site. Raises KeyError when the model has no such site."""
-        index, site = self.sites[name]
-        a = self._array(self._geometry.a_offsets[index], site.in_features)
-        b = self._array(self._geometry.b_offsets[index], site.out_features)
-        return SiteSlots(a, b, parts["rank"][:, index].tolist(), parts["scale"][:, index].tolist())
+    def forward(self, sites: Sequence[str], dtype: torch.dtype) -> GuardedForward:
+        """At sites that share an input of that dtype. Raises KeyError for a site that is not there, or ValueError."""
+        arrays = {}
+        for index, site in map(self.sites.__getitem__, sites):
+            a = self._array(self._geometry.a_offsets[index], site.in_features)
+            arrays[index] = a, self._array(self._geometry.b_offsets[index], site.out_features)
+        return GuardedForward(dtype, arrays)
 
     def _array(self, offset: int, features: int) -> torch.Tensor:
         """[S, R, features]: the same place in each slot."""

@@ -102,20 +102,22 @@ def _items(request: region.Forward, channel: Channel, model: ModelSpec) -> tuple
     if len(request.items) > len(model.sites):
         raise RequestInvalid("items", found=f"{len(request.items)} of them", wanted=f"at most {len(model.sites)}")
     view = _tensors(channel, slots.DTYPES[request.dtype], sum(request.row_counts))
-    inputs: dict[int, Matrix] = {}
+    inputs: dict[tuple[int, int], Matrix] = {}
     items = []
     for index, item in enumerate(request.items):
         field = f"items[{index}]"
         if item.site >= len(model.sites):
             raise SiteUnknown(f"{field}.site", str(item.site))
         site = model.sites[item.site]
-        if item.x_offset not in inputs:
-            inputs[item.x_offset] = view(f"{field}.x_offset", item.x_offset, site.in_features)
+        # Tensors without rows may lie at one place though they have different widths.
+        x = item.x_offset, site.in_features
+        if x not in inputs:
+            inputs[x] = view(f"{field}.x_offset", *x)
         base = None
         if item.base_offset != region.NO_BASE:
             base = view(f"{field}.base_offset", item.base_offset, site.out_features)
         out = view(f"{field}.out_offset", item.out_offset, site.out_features)
-        items.append(ForwardItem(site.name, inputs[item.x_offset], base, out))
+        items.append(ForwardItem(site.name, inputs[x], base, out))
     return tuple(items)
 
 

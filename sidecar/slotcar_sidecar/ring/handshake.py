@@ -134,8 +134,11 @@ class Handshakes:
         if not compatible(self._version, hello.client_version):
             raise VersionMismatch(found=hello.client_version, wanted=self._version)
         if hello.layout_version != region.VERSION:
-            found, wanted = f"layout {hello.layout_version}", f"layout {region.VERSION}"
-            raise VersionMismatch(found=found, wanted=wanted).at("layout_version")
+            error = VersionMismatch(
+                found=f"{hello.layout_version} of the memory layout", wanted=f"{region.VERSION} of the memory layout"
+            )
+            error.field = "layout_version"
+            raise error
         if hello.plane not in _PLANES:
             raise RequestInvalid("plane", found=hello.plane, wanted="PLANE_RING or PLANE_DIRECT")
         return Wish(SessionId(hello.session), hello.rank, _PLANES[hello.plane], hello.arena_bytes)

@@ -30,15 +30,16 @@ class Model:
 
     By DESIGN's numbers: I1, I2, I3, I4, I7, I8. PINS: a pinned mapping is current and its digest in its slot, so that
     no ordinary eviction can refuse its Forward. STALE: nothing is delivered of a mapping that is stale by then, or that
-    a force has ended. PROGRESS: a reader can always step, a writer unless its slot is marked, and from every state
-    one can be reached where nobody has anything left to end.
+    a force has ended. SESSION: nor to a session that has ended. PARTS: no kernel starts with the ranks and scales of
+    another digest, by which it might read what is not there. PROGRESS: a reader can always step, a writer unless its
+    slot is marked, and from every state one can be reached where nobody has anything left to end.
     """
 
     def __init__(self, configuration: Configuration, rules: Rules) -> None:
         plane, slots, digests, bounds, events = configuration
         self.start = State(Life.new(Epoch("epoch"), slots), bounds)
         self._direct = plane is Plane.DIRECT
-        self._writer = Writer(rules, digests, can_fail=Event.FILL_FAILS in events)
+        self._writer = Writer(plane, rules, digests, can_fail=Event.FILL_FAILS in events)
         self._reader = Reader(plane, rules)
         self._client = Client(plane, rules)
         self._operators = Operators(plane, rules, events)

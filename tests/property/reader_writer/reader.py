@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from slotcar_sidecar.core.ids import SlotId
 from slotcar_sidecar.core.layout import Layout
 
 from tests.property.reader_writer.rules import Act, Plane, Rules
@@ -16,13 +17,13 @@ class Reader:
     def __init__(self, plane: Plane, rules: Rules) -> None:
         self._direct = plane is Plane.DIRECT
         self._rules = rules
-        self._acts = rules.reader_acts(plane)
+        self._acts = {reads: rules.reader_acts(plane, reads_parts=reads) for reads in (False, True)}
 
     def steps(self, s: State) -> Iterator[Step]:
         forward = s.forward
         if forward is None or not (s.up or self._direct):
             return
-        if forward.done < len(self._acts):
+        if forward.done < len(self._acts[forward.reads_parts]):
             yield self._open(s, forward)
             return
         if forward.complete:
@@ -35,10 +36,10 @@ class Reader:
             yield Step("the second check is made", s._replace(forward=forward._replace(passed=passed)))
 
     def is_reading(self, forward: Forward) -> bool:
-        return forward.done == len(self._acts) and not forward.complete
+        return forward.done == len(self._acts[forward.reads_parts]) and not forward.complete
 
     def _open(self, s: State, forward: Forward) -> Step:
-        act = self._acts[forward.done]
+        act = self._acts[forward.reads_parts][forward.done]
         if forward.done == 0 and not self._direct:
             unknown = self._why_unknown(s, forward.mapping)
             if unknown or s.mapping is None:
@@ -48,17 +49,30 @@ class Reader:
         mapping, after = forward.mapping, s._replace(forward=forward._replace(done=forward.done + 1))
         if act is Act.MARK:
             return Step("the reader marks", after._replace(marks=s.marks | {mapping.slot}))
+        if act is Act.READ_PARTS:
+            return self._read_parts(s, after, mapping.slot)
         if act is Act.LAUNCH:
-            return Step("launched", after if self._rules.marks_until_completion else after.unmark(mapping.slot))
+            broken = ("PARTS",) if self._direct and forward.parts != forward.expected else ()
+            after = after if self._rules.marks_until_completion else after.unmark(mapping.slot)
+            return Step("launched", after, broken=broken)
         objection = self._objection(s, mapping)
+        check = "first check" if act is Act.CHECK else "check of the parts"
         if objection:
             ended = s._replace(forward=None)
-            reached = _refused("first check", objection, s.view.layout, mapping)
+            reached = _refused(check, objection, s.view.layout, mapping)
             ended = ended.unmark(mapping.slot) if self._rules.unmarks_when_refused else ended
-            return Step(f"the first check refuses: {objection}", ended, reached)
+            return Step(f"the {check} refuses: {objection}", ended, reached)
+        if act is Act.CHECK_PARTS:
+            return Step("the parts are kept", after._replace(kept=(mapping.slot, forward.parts)))
         # An idle mapping's next Forward takes its pins again; a direct client does that through the ring.
         pins = not self._direct and mapping == s.mapping and s.can_pin()
         return Step("the first check passes", after._replace(pinned=s.pinned or pins))
+
+    def _read_parts(self, s: State, after: State, slot: SlotId) -> Step:
+        parts, forward = s.view.parts[slot], after.forward
+        assert forward is not None
+        kept = s.kept if self._rules.checks_parts else (slot, parts)
+        return Step(f"the parts of {parts} are read", after._replace(forward=forward._replace(parts=parts), kept=kept))
 
     def _why_unknown(self, s: State, sent: Mapping) -> str:
         """A call names its mapping by session, id and generation; under an id a session has its newest mapping only."""
@@ -72,18 +86,27 @@ class Reader:
     def _objection(self, s: State, mapping: Mapping) -> str:
         """Why a check fails; empty when the mapping may be computed."""
         rules, life = self._rules, s.view
-        if self._direct and rules.polls_socket and not s.connected:
-            return "the process is gone"
-        if self._direct and rules.reads_closed_word and life.closed:
-            return "closed"
+        over = self._direct and self._is_over(s)
+        if over:
+            return over
         if rules.compares_epochs and life.layout.epoch != mapping.epoch:
             return "another epoch"
         if not rules.compares_slots:
             return ""
         if rules.compares_generations:
-            return "" if life.layout.is_current((mapping.slot,), mapping.generation) else "stale"
+            word = life.words[mapping.slot] + (not rules.takes_equal_generations)
+            return "" if word <= mapping.generation else "stale"
         readable = life.layout[mapping.slot].state in READABLE
         return "" if readable and letter(life.layout, mapping.slot) == mapping.digest else "another digest"
+
+    def _is_over(self, s: State) -> str:
+        """What tells a direct reader that nobody looks after the slots for it any more; empty when nothing does."""
+        rules = self._rules
+        if rules.polls_socket and not s.connected:
+            return "the process is gone" if not s.ended else "the session has ended"
+        if rules.reads_closed_word and s.view.closed:
+            return "closed"
+        return "the session has ended" if rules.reads_region_word and s.ended else ""
 
     def _finish(self, s: State, forward: Forward) -> Step:
         """The second check comes after the last read; what it finds and what leaves is one step."""
@@ -95,14 +118,17 @@ class Reader:
         if objection:
             reached = _discarded(s, forward, objection)
             return Step(f"the second check discards: {objection}", after, reached)
-        return Step("delivered", after, _delivered(s, forward), tuple(_wrong_delivery(s, forward)))
+        broken = tuple(_wrong_delivery(s, forward, with_parts=self._direct))
+        return Step("delivered", after, _delivered(s, forward), broken)
 
 
-def _wrong_delivery(s: State, forward: Forward) -> Iterator[str]:
-    mapping = forward.mapping
-    if any(content != forward.expected for content in forward.seen):
+def _wrong_delivery(s: State, forward: Forward, *, with_parts: bool) -> Iterator[str]:
+    mapping, used = forward.mapping, (*forward.seen, *([forward.parts] if with_parts else []))
+    if any(content != forward.expected for content in used):
         yield "I8"
-    if not s.up or not s.connected or mapping.epoch != s.layout.epoch:
+    if s.ended:
+        yield "SESSION"
+    elif not s.up or not s.connected or mapping.epoch != s.layout.epoch:
         yield "I3"
     if mapping.forced or not s.view.layout.is_current((mapping.slot,), mapping.generation):
         yield "STALE"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from slotcar_sidecar.core.ids import Digest, Epoch, SlotId
 from slotcar_sidecar.core.layout import Layout, SlotState
+
+T = TypeVar("T")
 
 READS = 2
 EMPTY, TORN = "empty", "torn"
@@ -30,15 +32,17 @@ class Bounds(NamedTuple):
 
 
 class Life(NamedTuple):
-    """What one process shows to readers: the words, and the bytes of the slots."""
+    """What one process shows to readers: the words, and the parts and bytes of the slots."""
 
     layout: Layout
     bytes: tuple[str, ...]
+    words: tuple[int, ...]
+    parts: tuple[str, ...]
     closed: bool = False
 
     @classmethod
     def new(cls, epoch: Epoch, slots: int) -> Life:
-        return cls(Layout.empty(epoch, slots), (EMPTY,) * slots)
+        return cls(Layout.empty(epoch, slots), (EMPTY,) * slots, (0,) * slots, (EMPTY,) * slots)
 
 
 class Mapping(NamedTuple):
@@ -63,7 +67,8 @@ class Fill(NamedTuple):
 class Forward(NamedTuple):
     """A call: the mapping it uses and the digest that was reported for it, the acts done, and what was read.
 
-    `passed` is what the second check found, if it was made before completion.
+    `passed` is what the second check found, if it was made before completion. A direct reader computes with `parts`,
+    which it reads first, or has kept.
     """
 
     mapping: Mapping
@@ -71,6 +76,8 @@ class Forward(NamedTuple):
     done: int = 0
     seen: tuple[str, ...] = ()
     passed: bool | None = None
+    reads_parts: bool = False
+    parts: str = ""
 
     @property
     def complete(self) -> bool:
@@ -78,7 +85,9 @@ class Forward(NamedTuple):
 
 
 class State(NamedTuple):
-    """Everything. `old` is the memory of a dead process that a direct client has still mapped."""
+    """Everything. The last three are a direct client's: the memory of a dead process that it has still mapped; whether
+    the sidecar ended its session; the parts that it has read and keeps, and of which slot.
+    """
 
     life: Life
     left: Bounds
@@ -90,6 +99,8 @@ class State(NamedTuple):
     forward: Forward | None = None
     connected: bool = True
     old: Life | None = None
+    ended: bool = False
+    kept: tuple[SlotId, str] | None = None
 
     @property
     def layout(self) -> Layout:
@@ -112,11 +123,18 @@ class State(NamedTuple):
         return current and letter(layout, mapping.slot) == mapping.digest
 
     def publish(self, layout: Layout) -> State:
-        return self._replace(life=self.life._replace(layout=layout))
+        """The words follow, in one step for all that anybody can see."""
+        words = tuple([slot.mod_generation for slot in layout.slots])
+        return self._replace(life=self.life._replace(layout=layout, words=words))
 
     def write(self, slot: SlotId, content: str) -> State:
-        before = self.life.bytes
-        return self._replace(life=self.life._replace(bytes=(*before[:slot], content, *before[slot + 1 :])))
+        return self._replace(life=self.life._replace(bytes=_changed(self.life.bytes, slot, content)))
+
+    def write_parts(self, slot: SlotId, content: str) -> State:
+        return self._replace(life=self.life._replace(parts=_changed(self.life.parts, slot, content)))
+
+    def write_word(self, slot: SlotId, word: int) -> State:
+        return self._replace(life=self.life._replace(words=_changed(self.life.words, slot, word)))
 
     def unmark(self, slot: SlotId) -> State:
         return self._replace(marks=self.marks - {slot})
@@ -130,6 +148,10 @@ class State(NamedTuple):
 
     def after_event(self) -> State:
         return self._replace(left=self.left._replace(events=self.left.events - 1))
+
+
+def _changed(before: tuple[T, ...], slot: SlotId, content: T) -> tuple[T, ...]:
+    return (*before[:slot], content, *before[slot + 1 :])
 
 
 class Step(NamedTuple):

@@ -20,16 +20,25 @@ class Client:
         self._rules = rules
 
     def steps(self, s: State) -> Iterator[Step]:
-        if s.up and s.connected and not s.life.closed:
+        if s.up and s.connected and not s.life.closed and not s.ended:
             if s.left.maps:
                 yield from self._map_any(s)
             if self._direct and not s.pinned and s.can_pin():
                 yield Step("the client pins again", s._replace(pinned=True))
         if s.mapping is not None and s.left.calls and s.forward is None and (s.up or self._direct):
             called = s._replace(left=s.left._replace(calls=s.left.calls - 1))
-            yield Step("a call is sent", called._replace(forward=Forward(s.mapping, s.mapping.digest)))
+            yield Step("a call is sent", called._replace(forward=self._forward(s, s.mapping)))
         if s.up and not s.connected and s.forward is None:
-            yield Step("the client attaches anew", s._replace(connected=True, old=None))
+            mapping = None if s.ended else s.mapping  # a new session has none
+            attached = s._replace(connected=True, old=None, ended=False, kept=None, mapping=mapping)
+            yield Step("the client attaches anew", attached)
+
+    def _forward(self, s: State, mapping: Mapping) -> Forward:
+        if not self._direct:
+            return Forward(mapping, mapping.digest)
+        if s.kept is None or s.kept[0] != mapping.slot:
+            return Forward(mapping, mapping.digest, reads_parts=True)
+        return Forward(mapping, mapping.digest, parts=s.kept[1])
 
     def _map_any(self, s: State) -> Iterator[Step]:
         """By digest; a draining one has no name, and is for the session that pins it."""
@@ -48,6 +57,8 @@ class Client:
             returned = same and not layout.is_current((slot,), before.generation)
         mapping = Mapping(digest, slot, layout.epoch, layout.generation, returned=returned)
         after = s.publish(layout) if s.pins(slot) else s.publish(layout).end_pins()
+        if self._rules.reads_parts_for_each_mapping:
+            after = after._replace(kept=None)
         return after._replace(mapping=mapping, pinned=True, left=s.left._replace(maps=s.left.maps - 1))
 
 
@@ -71,6 +82,8 @@ class Operators:
                     yield Step(
                         f"slot {slot} is revived", revived._replace(left=s.left._replace(fills=s.left.fills - 1))
                     )
+            if s.ended and s.connected:
+                yield Step("the session's socket is closed", s._replace(connected=False))
             if s.left.events:
                 yield from (step for event, step in self._any_event(s) if event in self._events)
 
@@ -82,6 +95,8 @@ class Operators:
             yield Event.UNLOAD, Step(f"slot {slot} is unloaded", s.publish(layout).after_event())
         if s.pinned:
             yield Event.EXPIRE, Step("the pins end", s.end_pins().after_event())
+        if self._direct and not s.ended and s.connected:
+            yield Event.END, Step("the session ends", s.end_pins()._replace(ended=True).after_event())
         yield Event.KILL, self._exit(s.after_event(), "the process is killed")
         if self._direct:
             closed = s._replace(life=s.life._replace(closed=True))

@@ -7,18 +7,18 @@ from dataclasses import replace
 
 from slotcar_sidecar.core.layout import Layout, SlotState
 
-from tests.property.reader_writer.rules import Act, Rules
+from tests.property.reader_writer.rules import Act, Plane, Rules
 from tests.property.reader_writer.state import DIGESTS, EMPTY, TORN, Fill, State, Step
 
 
 class Writer:
     """The steps that it can take."""
 
-    def __init__(self, rules: Rules, digests: str, *, can_fail: bool) -> None:
+    def __init__(self, plane: Plane, rules: Rules, digests: str, *, can_fail: bool) -> None:
         self._rules = rules
         self._digests = digests
         self._can_fail = can_fail
-        self._acts = rules.writer_acts()
+        self._acts = rules.writer_acts(plane)
         self._begun = self._acts.index(Act.BEGIN_WRITE) + 1
         self._ended = self._acts.index(Act.END_WRITE) + 1
 
@@ -52,8 +52,9 @@ class Writer:
     def _distinct_digests(self, s: State) -> Iterator[str]:
         """Digests in no slot; of those that have left no trace, which differ in nothing, the first."""
         traces = {*s.life.bytes, *(s.old.bytes if s.old else ()), s.mapping.digest if s.mapping else ""}
+        traces |= {*s.life.parts, *(s.old.parts if s.old else ()), s.kept[1] if s.kept else ""}
         if s.forward is not None:
-            traces |= {*s.forward.seen, s.forward.expected, s.forward.mapping.digest}
+            traces |= {*s.forward.seen, s.forward.expected, s.forward.mapping.digest, s.forward.parts}
         untraced = 0
         for digest in self._digests:
             taken = s.layout.find(DIGESTS[digest]) is not None
@@ -68,6 +69,10 @@ class Writer:
         if act is Act.SEE_NO_MARK:
             if slot not in s.marks:
                 yield Step("the writer sees no mark", after)
+        elif act is Act.WRITE_WORD:
+            yield Step("the word is written", after.write_word(slot, s.layout[slot].mod_generation))
+        elif act is Act.WRITE_PARTS:
+            yield Step("the parts are written", after.write_parts(slot, fill.digest))
         elif act is Act.BEGIN_WRITE:
             yield Step("the write begins", after.write(slot, TORN))
         elif act is Act.END_WRITE:
@@ -75,7 +80,10 @@ class Writer:
         elif act is Act.PUBLISH_OCCUPIED:
             yield Step("the writer publishes occupied", after.publish(s.layout.occupy(slot)))
         elif s.layout[slot].state in (SlotState.FREE, SlotState.OCCUPIED):
-            yield Step("the writer publishes filling", after.publish(self._begin_fill(s.layout, fill)))
+            published = after.publish(self._begin_fill(s.layout, fill))
+            if Act.WRITE_WORD in self._acts:
+                published = published.write_word(slot, s.life.words[slot] if self._rules.writes_word_whole else 0)
+            yield Step("the writer publishes filling", published)
         else:  # only where it is published late
             yield Step("the writer gives up", s._replace(fill=None))
 

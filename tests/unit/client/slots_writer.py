@@ -49,8 +49,6 @@ class SlotsWriter:
         self.regions: list[mmap.mmap] = []
         self.geometry = region.RegionGeometry(4096, cells=1, payload_bytes=4096, uses=uses)
         self.refusal: Exception | None = None
-        self.last_mapping: Mapping | None = None
-        self._generation = 0
 
     # What it says
 
@@ -116,7 +114,7 @@ class SlotsWriter:
         entries: list[Target] = []
         for slot in slots:
             digest = None if slot is None else self.layout[SlotId(slot)].digest
-            entries.append(BASE if digest is None else f"{NAMES[digest.value]}@{digest.value}")
+            entries.append(BASE if digest is None else f"{NAMES.get(digest.value, 'another')}@{digest.value}")
         version = LayoutVersion(self.epoch, self.layout.generation)
         row_counts = None if counts is None else tuple(counts)
         return Mapping(mapping_id, version, tuple(entries), {}, row_counts, slots)
@@ -124,6 +122,10 @@ class SlotsWriter:
     def end_connection(self) -> None:
         """In order, as when the session ends."""
         memoryview(self.regions[-1]).cast("Q")[region.CLOSED_OFFSET // 8] = 1
+        self.cut()
+
+    def cut(self) -> None:
+        """Ends the connection without a word, as a server does that is killed and started again."""
         self.links[-1].close()
 
     def close(self) -> None:

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import gc
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
-from slotcar.v1 import engine_service_pb2
+from slotcar.v1 import engine_service_pb2, plane_pb2
 from slotcar_client import errors
-from slotcar_client.effects import Forward, ForwardCall
 from slotcar_client.rpc import Rpc
-from slotcar_client.transports import direct
+from slotcar_client.transports import direct, shared_slots
+from slotcar_client.transports.connection import Connection
 from slotcar_client.transports.direct import DirectTransport
-from slotcar_client.values import Mapping
 from slotcar_kernels import eager, native
-from slotcar_kernels.reference import lora_delta
 
-from tests.fakes.weights import FakeWeights
+from tests.fakes.weights import fake_weights
 from tests.tolerances import assert_close, assert_same_bits
-from tests.unit.client.slots_writer import MODEL, NARROW, SLOTS, A, B, C, FakeRpc, SlotsWriter
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+from tests.unit.client.direct_calls import DTYPES, connected, forward, rows, truth
+from tests.unit.client.slots_writer import MODEL, NARROW, A, B, C, FakeRpc, SlotsWriter
 
 
 @pytest.mark.parametrize("slot_dtype", ["float32", "float16", "bfloat16"])
@@ -304,18 +300,33 @@ def test_a_region_without_uses_is_as_good(writer: SlotsWriter) -> None:
 def test_a_call_is_prepared_once_and_caches_are_bounded(
     writer: SlotsWriter, transport: DirectTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[Any] = []
-    prepare = direct.GuardedForward
-    monkeypatch.setattr(direct, "GuardedForward", lambda *arguments: made.append(arguments) or prepare(*arguments))
+    sites, batches = counted(monkeypatch, shared_slots, "GuardedForward"), counted(monkeypatch, direct, "GuardedBatch")
     monkeypatch.setattr(direct, "_MOST_MAPPINGS", 2)
+    monkeypatch.setattr(direct, "_MOST_BATCHES", 3)
     x, mapping = rows(2, "q"), writer.map(0, 1)
     for _ in range(3):
         for counts in ((1, 1), (2, 0)):
             transport.forward(forward(writer, mapping, counts, {"q": x}))
-    assert len(made) == 2
-    for number in range(5):
-        transport.forward(forward(writer, writer.map(0, mapping_id=number), (2,), {"q": x}))
-    assert len(transport._mapped) == 2
+    assert (len(sites), len(batches)) == (1, 2)
+    for count in range(6):
+        transport.forward(forward(writer, mapping, (count, 1), {"q": rows(count + 1, "q")}))
+        transport.forward(forward(writer, writer.map(0, mapping_id=count), (2,), {"q": x}))
+    assert len(sites) == 1
+    assert transport._forwards is not None
+    assert len(transport._forwards._mapped) == 2
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[Any]:
+    """Everything that is made of a class from now on."""
+    made: list[Any] = []
+    kind = getattr(module, name)
+
+    def make(*arguments: Any) -> Any:
+        made.append(kind(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(module, name, make)
+    return made
 
 
 def mapped_files() -> list[str]:

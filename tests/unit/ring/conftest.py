@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest_asyncio
 
-from tests.unit.ring.world import MODEL, World
-
-
-def open_descriptors() -> int:
-    """How many there are, apart from the slots', which a device has for as long as it lives."""
-    count = 0
-    for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            count += "slotcar-slots" not in str(link.readlink())
-    return count
+from tests.unit.ring.world import MODEL, World, open_descriptors
 
 
 @pytest_asyncio.fixture

@@ -41,11 +41,11 @@ class Answer(NamedTuple):
     fingerprint: int
 
 
-def hello(session: object, plane: str = "ring", **fields: Any) -> bytes:
+def hello(session: object, offer: str = "ring", **fields: Any) -> bytes:
     """A sound hello; `fields` replace its fields."""
     sound = {
         "session": str(session),
-        "plane": PLANES[plane],
+        "plane": PLANES[offer],
         "arena_bytes": ARENA_BYTES,
         "layout_version": region.VERSION,
     }
@@ -91,8 +91,9 @@ class RawClient:
     @property
     def is_gone(self) -> bool:
         """The sidecar has ended the connection."""
+        self.connection.setblocking(False)
         try:
-            return not self.connection.recv(1, socket.MSG_DONTWAIT)
+            return not self.connection.recv(1)
         except BlockingIOError:
             return False
         except ConnectionResetError:
@@ -159,9 +160,13 @@ class RawClient:
     # The end
 
     def close(self) -> None:
+        """Idempotent."""
         self.connection.close()
         for descriptor in self.descriptors:
             os.close(descriptor)
+        if self.descriptors and hasattr(self, "words"):
+            self.words.release()
+            self.memory.close()
         self.descriptors = []
 
     def __enter__(self) -> Self:

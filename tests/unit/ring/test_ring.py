@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import struct
 from typing import Any
 
 import numpy as np
 import pytest
+from google.protobuf import duration_pb2
 from slotcar.shm import region
 from slotcar.shm.region import NO_BASE, Item, Kind, fingerprint
 from slotcar.v1 import engine_service_pb2 as pb
@@ -280,8 +282,6 @@ async def test_a_mapping_that_waits_holds_no_forward_up(world: World) -> None:
     await world.map(holder, "b", "c", "d")
     client = await world.connect(world.session())
     generation = await world.map(client, "")
-    from google.protobuf import duration_pb2
-
     waiting = client.send(
         Kind.SET_MAPPING, mapping_request("a", load=True, wait=duration_pb2.Duration(seconds=60), mapping_id=2)
     )
@@ -329,6 +329,8 @@ async def test_a_fault_of_ours_is_internal(world: World, monkeypatch: pytest.Mon
     def fault(*_: object) -> None:
         raise ZeroDivisionError
 
+    # A log that is kept keeps what the frames of the fault have.
+    monkeypatch.setattr(logging.getLogger("slotcar.ring"), "disabled", True)
     world.device.before_kernel = fault
     with pytest.raises(Refused) as refused:
         await world.call(client, Kind.FORWARD, one_row_each(generation, 1))

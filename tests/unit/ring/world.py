@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -104,7 +105,7 @@ class World:
             Sessions(max_sessions=64, max_mappings=8),
             SourceAndHost(self.source, host, 1 << 20, pool, self.observer, self.clock),
             self.device,
-            Environment(pool, pool, self.clock, lambda: f"session {next(numbers)}", self.observer),
+            Environment(pool, pool, self.clock, lambda: f"{next(numbers):08}", self.observer),
             Limits(1 << 30, 4096, 1 << 12, 1 << 20, 8, IDLE_SECONDS),
         )
 
@@ -119,11 +120,16 @@ class World:
 
     async def settle(self) -> None:
         """Everything goes on until all that is left waits for another step of the test."""
-        for _ in range(8):
+        for _ in range(30):
             await asyncio.sleep(0)
             for ring in self.rings.threads:
                 ring.turn(0)
         await asyncio.sleep(0)
+
+    async def settle_owner(self) -> None:
+        """Everything goes on but the threads of rings."""
+        for _ in range(30):
+            await asyncio.sleep(0)
 
     def session(self, **terms: Any) -> Session:
         return self.cache.open_session(SessionTerms("engine", 10.0, **terms), None)
@@ -199,6 +205,15 @@ class StepDevice(CpuDevice):
     def execute(self, batch: Batch) -> tuple[Matrix, ...]:
         self.before_kernel()
         return super().execute(batch)
+
+
+def open_descriptors() -> int:
+    """How many this process has, apart from the slots', which a device has for as long as it lives."""
+    count = 0
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            count += "slotcar-slots" not in str(link.readlink())
+    return count
 
 
 def rows_of(seed: int, count: int, features: int) -> np.ndarray:

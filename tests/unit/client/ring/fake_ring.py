@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
 import select
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Self
 
+import pytest
 import torch
 from slotcar.shm import region, slots
 from slotcar.shm.handshake import MESSAGE_BYTES, SUFFIX
 from slotcar.v1 import engine_service_pb2 as pb
 from slotcar.v1 import model_pb2, plane_pb2
+from slotcar_client.transports.connection import Connection
 from slotcar_sidecar.core import errors
 from slotcar_sidecar.rpc import status
 
-from tests.unit.client.fake_engine import FakeEngine
+from tests.unit.client.fake_engine import FakeEngine, eventually
 
 FEATURES = {"k": (4, 4), "o": (4, 8), "q": (4, 4)}
 SPEC = model_pb2.ModelSpec(
@@ -84,21 +88,25 @@ class Reply:
 class FakeRing:
     """Listens beside the unix socket of `target`. An output is x, twice where the site is wide, plus the base.
 
-    offer, reply: change what is about to be sent, or raise Silence. `answer` is set while Forwards are answered.
-    `before` is called with each request's kind before it is looked at.
+    offer, reply: change what is about to be sent, or raise Silence. The others are called when something has happened:
+    a hello came; a request of this kind is about to be read, or its answer was written, or rung for. `answer` is set
+    while Forwards are answered.
     """
 
     target: str
     engine: FakeEngine
+    hello: Callable[[plane_pb2.PlaneHello], None] = lambda hello: None
     offer: Callable[[Offer], Offer] = lambda offer: offer
     reply: Callable[[Reply], None] = lambda reply: None
     before: Callable[[int], None] = lambda kind: None
+    written: Callable[[int], None] = lambda kind: None
+    rung: Callable[[int], None] = lambda kind: None
     hellos: list[plane_pb2.PlaneHello] = field(default_factory=list)
     forwards: list[region.Forward] = field(default_factory=list)
     payloads: list[bytes] = field(default_factory=list)
     kinds: list[int] = field(default_factory=list)
     connections: list[Served] = field(default_factory=list)
-    error: Exception | None = None
+    error: errors.SlotcarError | None = None
 
     def __post_init__(self) -> None:
         self.answer = threading.Event()
@@ -118,10 +126,11 @@ class FakeRing:
                 return
             hello = plane_pb2.PlaneHello.FromString(link.recv(MESSAGE_BYTES))
             self.hellos.append(hello)
+            self.hello(hello)
             try:
                 self._welcome(link, hello)
             except Silence:
-                link.close()
+                link.shutdown(socket.SHUT_RDWR)
 
     def _welcome(self, link: socket.socket, hello: plane_pb2.PlaneHello) -> None:
         error = self.error
@@ -135,16 +144,16 @@ class FakeRing:
         served = Served(self, link, hello)
         self.connections.append(served)
         opened = plane_pb2.PlaneOpened(region_bytes=served.geometry.total_bytes)
+        served.thread.start()
         offer = self.offer(
             Offer(plane_pb2.PlaneWelcome(opened=opened).SerializeToString(), [served.region, *served.doorbells])
         )
         socket.send_fds(link, [offer.data], offer.descriptors)
-        served.thread.start()
 
     def close(self) -> None:
         self.listener.shutdown(socket.SHUT_RDWR)
         self.listener.close()
-        os.unlink(self.path)
+        Path(self.path).unlink()
         self.answer.set()
         for served in self.connections:
             served.end()
@@ -154,6 +163,24 @@ class FakeRing:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def silent(_: object) -> None:
+    """A `reply` that writes no answer."""
+    raise Silence
+
+
+@contextlib.contextmanager
+def time_is_over_when(happened: Callable[[], object]) -> Iterator[None]:
+    """A client that waits for an answer waits until `happened`, and no longer."""
+
+    def wait(connection: Connection, seconds: float) -> bool:
+        eventually(happened)
+        return False
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Connection, "wait", wait)
+        yield
 
 
 class Silence(Exception):
@@ -182,10 +209,8 @@ class Served:
     def end(self) -> None:
         """Ends the connection from the sidecar's side."""
         self.words[region.CLOSED_OFFSET // 8] = 1
-        try:
+        with contextlib.suppress(OSError):
             self.link.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
 
     def ring(self) -> None:
         os.eventfd_write(self.doorbells[1], 1)
@@ -206,10 +231,10 @@ class Served:
                 (cell,) = region.INDEX.unpack_from(self.memory, self.geometry.submission_offset(self.taken))
                 self.taken += 1
                 self._take(cell)
-        self.over.set()
         self.link.close()
         for descriptor in (self.region, *self.doorbells):
             os.close(descriptor)
+        self.over.set()
 
     def _take(self, cell: int) -> None:
         sequence, kind, size = region.REQUEST.unpack_from(self.memory, self.geometry.request_offset(cell))
@@ -228,7 +253,9 @@ class Served:
             self.late.append((cell, reply))
             return
         self._write(cell, reply)
+        self._ring.written(kind)
         self.ring()
+        self._ring.rung(kind)
 
     def _write(self, cell: int, reply: Reply) -> None:
         at = self.geometry.answer_payload_offset(cell)
@@ -284,4 +311,3 @@ class Served:
         if item.base_offset != region.NO_BASE:
             output = output + tensor(item.base_offset, features[1])
         tensor(item.out_offset, features[1]).copy_(output)
-

@@ -1,4 +1,4 @@
-"""Forward over the ring, against a sidecar that answers as it is told: what travels, what comes back, what is refused."""
+"""A sidecar that does as it is told, and sessions on its ring."""
 
 from __future__ import annotations
 
@@ -7,15 +7,10 @@ from pathlib import Path
 
 import pytest
 import slotcar_client
-import torch
-from slotcar.shm import region
 from slotcar_client import BASE, Client, Session
-from slotcar_sidecar.core import errors as server_errors
 
 from tests.unit.client.fake_engine import A, B, FakeServer
-from tests.unit.client.fake_ring import FakeRing, RingEngine
-
-X = torch.arange(12.0).reshape(3, 4)
+from tests.unit.client.ring.fake_ring import FakeRing, RingEngine
 
 
 @pytest.fixture
@@ -42,10 +37,9 @@ def session(client: Client) -> Iterator[Session]:
         yield session
 
 
-def test_forward_answers_for_the_mapping(session: Session, ring: FakeRing) -> None:
-    out = session.forward({"q": X})
-    assert torch.equal(out["q"], X)
-    assert (ring.forwards[0].row_counts, ring.forwards[0].mapping_id, ring.forwards[0].generation) == ((2, 1), 1, 1)
-    assert torch.equal(session.forward({"q": X + 1}, row_counts=[1, 2])["q"], X + 1)
-    assert ring.forwards[1].row_counts == (1, 2)
-    assert ring.kinds == [region.Kind.SET_MAPPING, region.Kind.FORWARD, region.Kind.FORWARD]
+@pytest.fixture
+def small(client: Client) -> Iterator[Session]:
+    """A session with little room."""
+    with client.session("small", transport="ring", arena_bytes=4096) as session:
+        session.set_mapping([("sql", 2), (BASE, 1)])
+        yield session
