@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from slotcar.v1 import adapter_service_pb2, engine_service_pb2, model_pb2
 
 from slotcar_client import convert, protocol
+from slotcar_client.adapter_sites import AdapterSites
 from slotcar_client.config import client_version
 from slotcar_client.effects import Call, Forward, ForwardCall, Open, Plan, Stale, Use, Wait
 from slotcar_client.entries import Entries, Entry, parse_entries
 from slotcar_client.errors import (
     DeadlineExceeded,
-    InternalError,
     MappingNotFound,
     MappingReplaced,
     RequestInvalid,
@@ -46,7 +46,6 @@ RESUMED = "STREAM_ENDED"
 HELD_AGAIN = "HOLD"
 # The end of something does not wait as long as a call that somebody wants an answer to.
 END_SECONDS = 5.0
-_MAX_KNOWN_ADAPTERS = 4096
 
 
 class _Failure(NamedTuple):
@@ -70,7 +69,7 @@ class SessionState:
         self._holds = Holds(clock)
         # In which session the server knows what the caller did about its holds.
         self._settled: engine_service_pb2.SessionOpened | None = None
-        self._sites: dict[str, frozenset[str]] = {}
+        self._sites = AdapterSites(self._recovered)
 
     # What is known
 
@@ -242,7 +241,7 @@ class SessionState:
     def sites_of(self, mapping: Mapping) -> Plan[tuple[frozenset[str], ...]]:
         sites: list[frozenset[str]] = []
         for entry in mapping.entries:
-            found = (yield from self._adapter_sites(entry)) if isinstance(entry, str) else frozenset()
+            found = (yield from self._sites.of(entry)) if isinstance(entry, str) else frozenset()
             sites.append(found)
         return tuple(sites)
 
@@ -388,21 +387,3 @@ class SessionState:
                 raise
             self._holds.moved(record, self.session_id)
             self.recoveries[HELD_AGAIN] += 1
-
-    def _adapter_sites(self, ref: str) -> Plan[frozenset[str]]:
-        digest = ref.partition("@")[2]
-        if digest not in self._sites:
-
-            def attempt() -> Plan[adapter_service_pb2.GetAdapterResponse]:
-                response: adapter_service_pb2.GetAdapterResponse = yield Call(
-                    adapter_service_pb2.GetAdapterRequest(ref=ref)
-                )
-                return response
-
-            adapter = (yield from self._recovered(attempt)).adapter
-            if adapter.digest != digest:
-                raise InternalError(f"GetAdapter({ref}) answered {adapter.digest}")
-            while len(self._sites) >= _MAX_KNOWN_ADAPTERS:
-                del self._sites[next(iter(self._sites))]
-            self._sites[digest] = frozenset(adapter.sites)
-        return self._sites[digest]

@@ -187,8 +187,8 @@ class HoldInfo:
 class SessionInfo:
     """A session as others see it: `session` is the first 8 characters of its id.
 
-    `grace_left_seconds` is None while a stream keeps it alive; `joined` are the ranks that have joined, `planes` those of
-    "ring" and "direct" for which ranks are connected to shared memory.
+    `grace_left_seconds` is None while a stream keeps it alive; `joined` are the ranks that have joined, `planes` those
+    of "ring" and "direct" for which ranks are connected to shared memory.
     """
 
     session: str

@@ -57,6 +57,7 @@ _QUIET_SECONDS = 0.5
 _CLOSE_SECONDS = 2.0
 _SNAPSHOT_SECONDS = 5.0
 _TRIM_SECONDS = 20.0
+# How long a thread of rings that wakes up waits for one that computes in Python; 5 ms, the default, are 300 Forwards.
 _SWITCH_SECONDS = 0.0005
 _ORDERED_MACHINES = ("x86_64", "AMD64")
 

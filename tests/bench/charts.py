@@ -105,7 +105,7 @@ def _planes(line: Line) -> dict[str, float]:
 
 
 def _step(line: Line) -> dict[str, float]:
-    peer = f"in process, {line['case']['peer_memory']} memory"
+    peer = f"in process, {line['case']['peer_memory']} memory, prepared {line['case']['peer_prepared']}"
     return {f"slotcar {line['case']['plane']}": line["ours_median"] / 1e3, peer: line["peer_median"] / 1e3}
 
 

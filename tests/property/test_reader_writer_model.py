@@ -218,6 +218,11 @@ def test_the_epoch_is_for_who_reads_memory_that_a_restart_writes_again() -> None
     assert "second check: another epoch after wrong reads" in found.reached
 
 
+def test_parts_that_were_kept_are_right_for_the_next_call() -> None:
+    found = explore(one_slot(Plane.DIRECT, calls=2))
+    assert not found.broken, found
+
+
 def test_a_check_of_the_parts_alone_or_the_first_check_alone_is_enough() -> None:
     for rule in ("checks_parts", "checks_first"):
         found = explore(one_slot(Plane.DIRECT, calls=2), Rules().without(rule))

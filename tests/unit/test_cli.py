@@ -211,6 +211,7 @@ def test_doctor_says_what_is_there(sidecar: SidecarProcess) -> None:
     checks = {check["what"]: check for check in answer(sidecar, "doctor")}
     assert checks["torch"]["state"] == "ok"
     assert "2 slots" in checks["sidecar"]["found"]
+    assert (checks["ring plane"]["state"], checks["direct plane"]["state"]) == ("ok", "ok")
     lonely = {check["what"]: check for check in json.loads(invoke("doctor", "--json", "--target", "unix:///x").stdout)}
     assert lonely["sidecar"]["state"] == "note"
 

@@ -69,8 +69,8 @@ class Asked:
 class Ahead(Protocol):
     """A call that nobody waits for yet."""
 
-    def settle(self, timeout_seconds: float) -> None:
-        """Waits for the answer and takes it out of its cell. Raises DeadlineExceeded or ConnectionLost."""
+    def settle(self, timeout_seconds: float) -> bool:
+        """Waits for the answer and takes it out of its cell, or gives the cell up; False when no answer came."""
 
 
 class Cells:
@@ -108,7 +108,8 @@ class Cells:
                 )
             if not self.ahead:
                 raise ConnectionLost("every cell waits for an answer that is late")
-            self.ahead.popleft().settle(timeout_seconds)
+            if not self.ahead.popleft().settle(timeout_seconds):
+                raise self._silence(timeout_seconds)
         return asked
 
     def _take(self, size: int) -> Asked | None:
@@ -145,14 +146,17 @@ class Cells:
         words, answered, sequence = self._words, asked.cell.answered, asked.sequence
         connection, deadline = self.connection, time.monotonic() + timeout_seconds
         while words[answered] != sequence:
-            if connection.ended:
-                raise ConnectionLost("the sidecar is gone, or ended the connection, before it answered")
-            if not connection.wait(max(deadline - time.monotonic(), 0.0)):
-                raise DeadlineExceeded(f"no answer within {timeout_seconds:g} s")
+            if connection.ended or not connection.wait(max(deadline - time.monotonic(), 0.0)):
+                raise self._silence(timeout_seconds)
         status, _, _, fingerprint, _, _ = ANSWER.unpack_from(self._region, asked.cell.answer)
         if status:
             raise self._refusal(asked)
         return int(fingerprint)
+
+    def _silence(self, timeout_seconds: float) -> SlotcarError:
+        if self.connection.ended:
+            return ConnectionLost("the sidecar is gone, or ended the connection, before it answered")
+        return DeadlineExceeded(f"no answer within {timeout_seconds:g} s")
 
     def payload(self, asked: Asked) -> bytes:
         """The response in the answer of a call. Raises AuditFailed."""
@@ -183,6 +187,11 @@ class Cells:
         self._free |= 1 << asked.cell.number
         if asked.block is not _NO_BLOCK:
             self.arena.give_back(asked.block)
+
+    def forget(self, ahead: Ahead) -> None:
+        """Somebody waits for the call now."""
+        if ahead in self.ahead:
+            self.ahead.remove(ahead)
 
     def close(self) -> None:
         """Ends the connection; whoever sent a call ahead may still take an answer that is there. Idempotent."""

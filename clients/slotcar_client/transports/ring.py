@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from functools import partial
 from typing import Any
 
@@ -96,24 +95,22 @@ class RingSent:
 
     def collect(self, timeout_seconds: float) -> Outputs | None:
         if self._asked is not None:
-            with contextlib.suppress(ValueError):  # its cells are closed
-                self._cells.ahead.remove(self)
-            with contextlib.suppress(ConnectionLost, DeadlineExceeded):
-                self.settle(timeout_seconds)
+            self._cells.forget(self)
+            self.settle(timeout_seconds)
         if self._error is not None:
             raise self._error
         return self._outputs
 
-    def settle(self, timeout_seconds: float) -> None:
-        """Keeps the outcome for `collect`; that of a connection that is lost is none. Raises as Ahead says."""
+    def settle(self, timeout_seconds: float) -> bool:
+        """As Ahead says. Keeps the outcome for `collect`; over a connection that was lost there is none."""
         try:
             self._outputs = self.take(timeout_seconds)
         except ConnectionLost:
-            raise
+            return False
         except SlotcarError as error:
             self._error = error
-            if isinstance(error, DeadlineExceeded):
-                raise
+            return not isinstance(error, DeadlineExceeded)
+        return True
 
     def take(self, timeout_seconds: float) -> Outputs:
         """Waits for the outputs and gives the cell back. Raises SlotcarError."""

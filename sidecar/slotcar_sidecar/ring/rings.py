@@ -155,14 +155,19 @@ class Rings:
         if opened is None or channel.is_over:
             return
         channel.end()
-        terms = channel.terms
-        if self._by_rank.get((terms.session.session_id, terms.rank)) is channel:
-            del self._by_rank[terms.session.session_id, terms.rank]
-            del terms.session.planes[terms.rank]
+        self._forget_rank(channel)
         for task in opened.calls:
             task.cancel()
         opened.thread.drop(channel)
         self._say("plane ended", channel, why=why)
+
+    def _forget_rank(self, channel: Channel) -> None:
+        """The channel is its rank's no more, if it was. Idempotent."""
+        terms = channel.terms
+        key = terms.session.session_id, terms.rank
+        if self._by_rank.get(key) is channel:
+            del self._by_rank[key]
+            del terms.session.planes[terms.rank]
 
     def _say(self, event: str, channel: Channel, **more: str) -> None:
         terms = channel.terms
@@ -193,6 +198,7 @@ class Rings:
         self.end(channel, why)
 
     def closed(self, channel: Channel) -> None:
+        self._forget_rank(channel)
         self._open.pop(channel, None)
 
     # Now and then

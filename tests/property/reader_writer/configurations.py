@@ -38,7 +38,6 @@ class Configuration(NamedTuple):
 CONFIGURATIONS = (
     Configuration(Plane.SIDECAR, 1, "AC", Bounds(fills=3, maps=2, calls=2, events=2)),
     Configuration(Plane.SIDECAR, 2, "ABC", Bounds(fills=3, maps=2, calls=1, events=1)),
-    Configuration(Plane.DIRECT, 1, "AC", Bounds(fills=3, maps=3, calls=2, events=1)),
     Configuration(Plane.DIRECT, 1, "AC", Bounds(fills=3, maps=2, calls=1, events=2)),
     Configuration(Plane.DIRECT, 2, "ABC", Bounds(fills=3, maps=2, calls=1, events=1)),
 )

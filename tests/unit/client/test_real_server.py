@@ -123,11 +123,11 @@ def test_events_can_be_closed_from_outside(client: Client, root: Path) -> None:
         assert next(events).kind == "loaded"
 
 
-@pytest.mark.parametrize("transport", ["auto", "stream", "unary"])
+@pytest.mark.parametrize("transport", ["auto", "direct", "ring", "stream", "unary"])
 def test_forward_is_pefts_delta(client: Client, root: Path, transport: str) -> None:
     x, wanted = peft_deltas(root / "sql", tiny_llama())[Q]
     with client.session("engine", model_spec=SPEC, transport=transport) as session:
-        assert session.transport == ("stream" if transport == "auto" else transport)
+        assert session.transport == ("direct" if transport == "auto" else transport)
         assert session.server.slots == 2
         assert session.model_spec is not None
         mapping = session.set_mapping([("sql", 3), (BASE, 1)])

@@ -290,3 +290,4 @@ async def test_a_thread_that_ends_ends_its_channels(world: World) -> None:
     assert client.is_closed
     await world.settle()
     assert client.is_gone
+    assert [session.planes for session in world.cache.sessions] == [{}]

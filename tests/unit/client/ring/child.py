@@ -6,13 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
 from slotcar.shm import region
 
-from tests.unit.client.fake_engine import A, B, FakeServer
+from tests.unit.client.fake_engine import A, B, FakeServer, eventually
 from tests.unit.client.ring.fake_ring import FakeRing, RingEngine
 
 # Of a connection, and of its first Forward.
@@ -62,6 +61,13 @@ class Child:
         assert self.process is not None
         self.process.send_signal(number)
 
+    def stop(self) -> None:
+        """SIGSTOP; returns when it has stopped."""
+        assert self.process is not None
+        self.send(signal.SIGSTOP)
+        state = Path(f"/proc/{self.process.pid}/stat")
+        eventually(lambda: state.read_text(encoding="utf-8").rpartition(")")[2].split()[0] == "T")
+
     def wait(self) -> int:
         assert self.process is not None
         return self.process.wait(30)
@@ -75,8 +81,6 @@ class Child:
             with self.process:
                 self.process.wait(30)
 
-
-Start = Callable[[str], Child]
 
 if __name__ == "__main__":
     serve(*sys.argv[1:])

@@ -98,7 +98,7 @@ def test_a_sidecar_that_was_started_again_meanwhile_is_no_error(child: Child) ->
 def test_a_sidecar_that_is_stopped_is_waited_for_until_the_deadline(child: Child) -> None:
     child.start()
     session = opened(child, timeout_seconds=1.0)
-    child.send(signal.SIGSTOP)
+    child.stop()
     pending = session.forward_async({"q": X + 1})
     with pytest.raises(slotcar_client.DeadlineExceeded):
         session.forward({"q": X + 2})

@@ -12,8 +12,8 @@ from slotcar_client.effects import Forward, ForwardCall
 from slotcar_client.transports.direct import DirectTransport
 
 from tests.tolerances import assert_close
-from tests.unit.client.direct_calls import forward, made, rows, truth
-from tests.unit.client.slots_writer import SLOTS, A, C, SlotsWriter
+from tests.unit.client.direct.calls import forward, made, rows, truth
+from tests.unit.client.direct.slots_writer import SLOTS, A, C, SlotsWriter
 
 WRONG: dict[str, tuple[dict[str, Any], type[errors.SlotcarError], str]] = {
     "no site": ({"inputs": {}}, errors.RequestInvalid, "no site"),

@@ -13,7 +13,7 @@ from slotcar_client.values import Mapping
 from slotcar_kernels.reference import lora_delta
 
 from tests.fakes.weights import FakeWeights
-from tests.unit.client.slots_writer import MODEL, FakeRpc, SlotsWriter
+from tests.unit.client.direct.slots_writer import MODEL, FakeRpc, SlotsWriter
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 from slotcar_client.transports.direct import DirectTransport
 
-from tests.unit.client.direct_calls import connected
-from tests.unit.client.slots_writer import A, B, SlotsWriter
+from tests.unit.client.direct.calls import connected
+from tests.unit.client.direct.slots_writer import A, B, SlotsWriter
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from slotcar_kernels import eager, native
 
 from tests.fakes.weights import fake_weights
 from tests.tolerances import assert_close, assert_same_bits
-from tests.unit.client.direct_calls import DTYPES, connected, forward, rows, truth
-from tests.unit.client.slots_writer import MODEL, NARROW, A, B, C, FakeRpc, SlotsWriter
+from tests.unit.client.direct.calls import DTYPES, connected, forward, rows, truth
+from tests.unit.client.direct.slots_writer import MODEL, NARROW, A, B, C, FakeRpc, SlotsWriter
 
 
 @pytest.mark.parametrize("slot_dtype", ["float32", "float16", "bfloat16"])
