@@ -55,22 +55,22 @@ class PendingForward:
         """What `forward` would return, or raise; waits for it. The same each time."""
         with self._lock:
             if (ahead := self._ahead) is not None:
-                self._ahead = None
                 self._take(partial(self._collect, ahead))
         if self._error is not None:
             raise self._error
         return self._outputs
 
     def _take(self, attempt: Callable[[], Ahead | Outputs]) -> None:
+        ahead = None
         try:
             came = attempt()
-        except Exception as error:
-            self._error = error
-        except BaseException as error:
-            self._error = error
-            raise
-        else:
             if isinstance(came, Ahead):
-                self._ahead = came
+                ahead = came
             else:
                 self._outputs = came
+        except BaseException as error:
+            self._error = error
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self._ahead = ahead

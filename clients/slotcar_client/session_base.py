@@ -190,8 +190,7 @@ class MappedSession:
             if self._state.is_settled:
                 try:
                     sent = self._choice.transport.send(first)
-                    if sent is not None:
-                        return Ahead(first, sent)
+                    return Ahead(first, sent) if sent is not None else self._choice.transport.forward(first)
                 except SlotcarError as error:
                     failed = error
         return self._run(self._state.go_on(first, failed))

@@ -318,7 +318,12 @@ class SessionState:
             yield from self._end(opened.session)
             raise
         self._opened = opened
-        yield Use(opened)
+        try:
+            yield Use(opened)
+        except SlotcarError as error:
+            if not is_away(error):
+                yield from self._end(opened.session)
+            raise
 
     def _recovered(
         self, attempt: Callable[[], Plan[T]], mapping: Mapping | None = None, failure: _Failure | None = None

@@ -1,4 +1,4 @@
-"""Clients of the direct plane in processes of their own, to be stopped in the middle of a unit: `DirectChild` runs them.
+"""Clients of the direct plane in processes of their own, which stop in the middle of a unit: `DirectChild` runs them.
 
 What a client reached, it says as a JSON line on its standard output.
 """
@@ -27,7 +27,7 @@ LARGE_ROWS = 1 << 15
 
 
 class DirectChild(Child):
-    """Ends with its context. Each line on its standard input is a command; see `computing`."""
+    """Ends with its context. Each line on its standard input is a command, which its role explains."""
 
     def __init__(self, role: str, target: str, ref: str, site: str, features: int) -> None:
         self.process = subprocess.Popen(
@@ -43,7 +43,9 @@ class DirectChild(Child):
         """Sends a line and returns when the client has stopped itself."""
         assert self.process.stdin is not None
         print(command, file=self.process.stdin, flush=True)
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
+        found = os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        assert found is not None
+        assert found.si_code == os.CLD_STOPPED, "the client ended"
 
 
 def stop() -> None:
@@ -80,29 +82,30 @@ def compute_and_stop() -> None:
 
 
 def computing(session: Session, sites: list[str], features: int) -> None:
-    """Commands: "compute"; "first", "middle" or "last", to stop there in a unit of torch; "kernel", in the compiled one.
-
-    Says the rows of each site, or the error.
-    """
-    isa_for = cpu.isa_for
+    """Commands: "compute"; or "kernel", to stop in the middle of a unit. Says the rows of each site, or the error."""
     for line in sys.stdin:
-        command, rows = line.strip(), ROWS
-        if command in ("first", "middle", "last"):
-            cpu.isa_for = lambda kernel, sites: None
-            compute_with_torch_and_stop(command)
-        elif command == "kernel":
-            rows = LARGE_ROWS
+        stops = line.strip() == "kernel"
+        if stops:
             compute_and_stop()
-        x = torch.ones(rows, features)
-        try:
-            deltas = session.forward(dict.fromkeys(sites, x), row_counts=(rows,))
-        except slotcar_client.SlotcarError as error:
-            say({"error": error.reason})
-        else:
-            assert all((delta == delta[0]).all() for delta in deltas.values()), "all rows of x are the same"
-            say({"rows": {site: delta[:ROWS].tolist() for site, delta in deltas.items()},
-                 "recoveries": session.recoveries})  # fmt: skip
-        cpu.isa_for = isa_for
+        say(computed(session, sites, torch.ones(LARGE_ROWS if stops else ROWS, features)))
+
+
+def computing_with_torch(session: Session, sites: list[str], features: int) -> None:
+    """Commands: "compute"; or "first", "middle" or "last", to stop there in a unit. Says the same."""
+    cpu.isa_for = lambda kernel, sites: None
+    for line in sys.stdin:
+        if line.strip() != "compute":
+            compute_with_torch_and_stop(line.strip())
+        say(computed(session, sites, torch.ones(ROWS, features)))
+
+
+def computed(session: Session, sites: list[str], x: torch.Tensor) -> dict[str, Any]:
+    try:
+        deltas = session.forward(dict.fromkeys(sites, x), row_counts=(len(x),))
+    except slotcar_client.SlotcarError as error:
+        return {"error": error.reason}
+    assert all((delta == delta[0]).all() for delta in deltas.values()), "all rows of x are the same"
+    return {"rows": {site: delta[:ROWS].tolist() for site, delta in deltas.items()}, "recoveries": session.recoveries}
 
 
 def writing(session: Session, sites: list[str], features: int) -> None:
@@ -117,7 +120,8 @@ def writing(session: Session, sites: list[str], features: int) -> None:
         say({"writing": "has written"})
 
 
-ROLES: dict[str, Callable[[Session, list[str], int], None]] = {role.__name__: role for role in (computing, writing)}
+Role = Callable[[Session, list[str], int], None]
+ROLES: dict[str, Role] = {role.__name__: role for role in (computing, computing_with_torch, writing)}
 
 
 def main() -> None:

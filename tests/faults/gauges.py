@@ -18,9 +18,14 @@ class Gauges:
         assert found is not None
         self._url = found[0]
 
-    def read(self, name: str) -> float:
+    def text(self) -> str:
+        """All of them."""
         with urllib.request.urlopen(self._url, timeout=10) as response:
-            text = response.read().decode()
+            found: str = response.read().decode()
+            return found
+
+    def read(self, name: str) -> float:
+        text = self.text()
         found = re.search(rf"^{name} (\S+)$", text, re.MULTILINE)
         assert found is not None, text
         return float(found[1])

@@ -1,4 +1,4 @@
-"""Clients that compute from a real server's slots: whatever is stopped, killed or written meanwhile, no row is wrong."""
+"""Clients that compute from a real server's slots: whoever is stopped, killed or writes meanwhile, no row is wrong."""
 
 from __future__ import annotations
 
@@ -91,6 +91,12 @@ def compute(session: Session) -> dict[str, torch.Tensor]:
     return session.forward(dict.fromkeys(SITES, X), row_counts=(ROWS,))
 
 
+def child_of(sidecar: SidecarProcess, when: str) -> DirectChild:
+    """A client with a mapping of A that can stop there."""
+    role = "computing" if when == "kernel" else "computing_with_torch"
+    return DirectChild(role, sidecar.target, A, ",".join(SITES), FEATURES)
+
+
 def shared_files() -> list[str]:
     lines = Path("/proc/self/maps").read_text(encoding="ascii").splitlines()
     return [line for line in lines if "memfd:slotcar-slots" in line]
@@ -110,7 +116,7 @@ def test_a_client_that_was_stopped_in_a_unit_notices_that_its_slot_was_refilled(
         watching(client) as events,
     ):
         client.load(A, library.root / A)
-        with DirectChild("computing", one_slot.target, A, ",".join(SITES), FEATURES) as child:
+        with child_of(one_slot, when) as child:
             session = child.read()["session"][:8]
             assert_rows(library, digests[A], child.ask("compute")["rows"])
             child.begin(when)
@@ -138,7 +144,7 @@ def test_a_digest_that_came_back_meanwhile_is_computed_again(
         watching(client) as events,
     ):
         client.load(A, library.root / A)
-        with DirectChild("computing", one_slot.target, A, ",".join(SITES), FEATURES) as child:
+        with child_of(one_slot, "middle") as child:
             session = child.read()["session"][:8]
             child.begin("middle")
             events.wait("expired", session=session)
@@ -161,7 +167,7 @@ def test_a_client_that_was_stopped_past_its_grace_by_the_clock_notices(
         watching(client) as events,
     ):
         client.load(A, library.root / A)
-        with DirectChild("computing", one_slot.target, A, ",".join(SITES), FEATURES) as child:
+        with child_of(one_slot, "middle") as child:
             session = child.read()["session"][:8]
             child.begin("middle")
             events.wait("expired", session=session)
@@ -219,7 +225,7 @@ def test_a_server_that_is_killed_under_a_unit_discards_it(
     sidecar = serve(1)
     with slotcar_client.connect(sidecar.target, timeout_seconds=30) as client:
         client.load(A, library.root / A)
-        with DirectChild("computing", sidecar.target, A, ",".join(SITES), FEATURES) as child:
+        with child_of(sidecar, when) as child:
             child.read()
             child.begin(when)
             sidecar.kill()
@@ -349,16 +355,24 @@ def test_an_idle_mapping_that_computes_again_takes_its_pins_again(
 
 
 def test_units_are_counted_by_the_server(client: Client, served: SidecarProcess) -> None:
-    gauges = Gauges(served)
-    forwards = r'slotcar_forwards_total\{plane="direct",reason="OK"\}'
+    forwards, rows = (f'slotcar_{name}_total{{plane="direct"' for name in ("forwards", "forward_rows"))
+
+    def counted() -> tuple[int, int]:
+        text = Gauges(served).text()
+        series = [line.rsplit(" ", 1) for line in text.splitlines()]
+        found = [sum(int(float(value)) for name, value in series if name.startswith(each)) for each in (forwards, rows)]
+        return found[0], found[1]
+
+    eventually(StandsStill(lambda: 1 + counted()[0]))
+    before = counted()
     with client.session("engine", transport="direct") as session:
         session.set_mapping([A])
-        compute(session)
-        eventually(lambda: gauges.read(forwards) >= 1)
-        before = gauges.read(forwards)
         for _ in range(5):
             compute(session)
-        eventually(lambda: gauges.read(forwards) == before + 5)
+        wanted = before[0] + 5, before[1] + 5 * ROWS
+        eventually(lambda: counted() == wanted, f"{wanted}")
+        compute(session)
+    eventually(lambda: counted() == (wanted[0] + 1, wanted[1] + ROWS), "the last unit of a session that is closed")
 
 
 # What is left
@@ -389,7 +403,7 @@ def settled(sidecar: SidecarProcess) -> Any:
 def test_nothing_is_left_of_a_client_that_is_killed_in_a_unit(client: Client, served: SidecarProcess) -> None:
     before = settled(served)
     for when in ("first", "middle", "last", "kernel"):
-        with DirectChild("computing", served.target, A, ",".join(SITES), FEATURES) as child:
+        with child_of(served, when) as child:
             session = child.read()["session"][:8]
             child.begin(when)
             child.kill()
@@ -422,18 +436,9 @@ def test_a_session_may_be_closed_while_it_computes(client: Client, library: Libr
     for _ in range(10):
         session = client.session("engine", transport="direct")
         session.set_mapping([A])
-        ends: list[BaseException] = []
+        ends: list[slotcar_client.SlotcarError] = []
         begun = threading.Event()
-
-        def run(session: Session = session, ends: list[BaseException] = ends, begun: threading.Event = begun) -> None:
-            try:
-                while True:
-                    assert_rows(library, digests[A], compute(session))
-                    begun.set()
-            except slotcar_client.SlotcarError as error:
-                ends.append(error)
-
-        threads = [threading.Thread(target=run) for _ in range(2)]
+        threads = [threading.Thread(target=compute_to_the_end, args=(session, begun, ends)) for _ in range(2)]
         for thread in threads:
             thread.start()
         assert begun.wait(30)
@@ -441,3 +446,12 @@ def test_a_session_may_be_closed_while_it_computes(client: Client, library: Libr
         for thread in threads:
             thread.join()
         assert {type(error) for error in ends} == {slotcar_client.SessionClosed}
+
+
+def compute_to_the_end(session: Session, begun: threading.Event, ends: list[slotcar_client.SlotcarError]) -> None:
+    try:
+        while True:
+            assert compute(session)["first"].any()
+            begun.set()
+    except slotcar_client.SlotcarError as error:
+        ends.append(error)

@@ -66,7 +66,7 @@ class Asked:
         self.sequence = 0
 
 
-class Ahead(Protocol):
+class Unawaited(Protocol):
     """A call that nobody waits for yet."""
 
     def settle(self, timeout_seconds: float) -> bool:
@@ -79,7 +79,7 @@ class Cells:
     def __init__(self, connection: Connection) -> None:
         geometry = connection.geometry
         self.connection = connection
-        self.ahead: deque[Ahead] = deque()
+        self.ahead: deque[Unawaited] = deque()
         self.payload_bytes = geometry.payload_bytes
         self.arena = Arena(geometry.arena_bytes)
         self._cells = [_cell(geometry, number) for number in range(geometry.cells)]
@@ -188,10 +188,10 @@ class Cells:
         if asked.block is not _NO_BLOCK:
             self.arena.give_back(asked.block)
 
-    def forget(self, ahead: Ahead) -> None:
+    def wanted(self, call: Unawaited) -> None:
         """Somebody waits for the call now."""
-        if ahead in self.ahead:
-            self.ahead.remove(ahead)
+        if call in self.ahead:
+            self.ahead.remove(call)
 
     def close(self) -> None:
         """Ends the connection; whoever sent a call ahead may still take an answer that is there. Idempotent."""

@@ -40,6 +40,7 @@ class Choice:
         self._rpc = rpc
         self._options = options
         self._socket_path = socket_path
+        self._used: tuple[str, str] | None = None
 
     def use(self, opened: engine_service_pb2.SessionOpened) -> None:
         """The session is this one from now on.
@@ -48,7 +49,10 @@ class Choice:
         the session's nevertheless, and connects when it is used.
         """
         wanted = self._options.transport
+        before, self._used = self._used, (opened.session, opened.layout.version.epoch)
         if wanted == "auto":
+            if self._used == before and self._still(opened):
+                return
             self._use_fastest(opened)
         else:
             self.reason = f"{wanted} was asked for"
@@ -59,6 +63,14 @@ class Choice:
     def close(self) -> None:
         """Closes the transport. Idempotent."""
         self.transport.close()
+
+    def _still(self, opened: engine_service_pb2.SessionOpened) -> bool:
+        """Whether a session that was resumed can go on as it is."""
+        try:
+            self.transport.use(opened)
+        except SlotcarError:
+            return False
+        return True
 
     def _use_fastest(self, opened: engine_service_pb2.SessionOpened) -> None:
         reasons: list[str] = []

@@ -95,14 +95,20 @@ class RingSent:
 
     def collect(self, timeout_seconds: float) -> Outputs | None:
         if self._asked is not None:
-            self._cells.forget(self)
-            self.settle(timeout_seconds)
+            self._cells.wanted(self)
+            try:
+                self.settle(timeout_seconds)
+            except Exception:
+                raise
+            except BaseException:  # as in Line.repeated
+                self._cells.close()
+                raise
         if self._error is not None:
             raise self._error
         return self._outputs
 
     def settle(self, timeout_seconds: float) -> bool:
-        """As Ahead says. Keeps the outcome for `collect`; over a connection that was lost there is none."""
+        """As Unawaited says. Keeps the outcome for `collect`; over a connection that was lost there is none."""
         try:
             self._outputs = self.take(timeout_seconds)
         except ConnectionLost:

@@ -40,7 +40,10 @@ class Terms:
 
 
 class Channel:
-    """`taken` requests so far; `unanswered` are the cells of those that the owner answers later."""
+    """`taken` requests so far; `unanswered` are the cells of those that the owner answers later.
+
+    `is_deaf`: its client made `ring` block once, and is woken no more. `is_over`: the owner has ended it.
+    """
 
     __slots__ = (
         "_answers",
@@ -55,6 +58,7 @@ class Channel:
         "connection",
         "doorbell",
         "geometry",
+        "is_deaf",
         "is_over",
         "memory",
         "taken",
@@ -85,6 +89,7 @@ class Channel:
         self._answers = tuple((geometry.answer_offset(c), geometry.answer_payload_offset(c)) for c in cells)
         self.taken = 0
         self.unanswered: set[int] = set()
+        self.is_deaf = False
         self.is_over = False
 
     @property
@@ -141,11 +146,19 @@ class Channel:
         self._words[at // _WORD] = sequence
 
     def ring(self) -> None:
-        """Wakes the client. It may keep the call from returning: the two share what says that writes do not block."""
+        """Wakes the client, which may keep the call from returning: the two share what says that writes do not block.
+
+        Raises InterruptedError when the thread was called back.
+        """
+        if self.is_deaf:
+            return
         try:
             os.eventfd_write(self.bell, 1)
         except BlockingIOError:
             return  # it did not look for 2^64 rings: one more would say nothing new
+        except InterruptedError:
+            self.is_deaf = True
+            raise
 
     def close(self) -> None:
         """Gives everything back; nobody uses the channel any more."""

@@ -154,6 +154,7 @@ class Rings:
         opened = self._open.get(channel)
         if opened is None or channel.is_over:
             return
+        self._count_direct(channel, opened)
         channel.end()
         self._forget_rank(channel)
         for task in opened.calls:
@@ -206,16 +207,24 @@ class Rings:
     def look(self) -> None:
         """Counts what clients of the direct plane computed, and calls back a thread that one keeps from going on."""
         for channel, opened in tuple(self._open.items()):
-            if channel.terms.plane == "direct" and not channel.is_over:
-                grown = opened.uses.look(channel.uses())
-                if grown.calls:
-                    self._direct.add_elsewhere(grown.calls, grown.rows)
-                    self._cache.used_elsewhere(channel.terms.session, grown.generations)
+            if not channel.is_over:
+                generations = self._count_direct(channel, opened)
+                if generations:
+                    self._cache.used_elsewhere(channel.terms.session, generations)
         for thread in self.threads:
             ringing = thread.ringing
             if ringing is not None and ringing is self._ringing.get(thread):
                 self._around.call_back(thread)
             self._ringing[thread] = ringing
+
+    def _count_direct(self, channel: Channel, opened: _Open) -> frozenset[int]:
+        """Counts what the client computed by itself since the last look; returns the generations of its mappings."""
+        if channel.terms.plane != "direct":
+            return frozenset()
+        grown = opened.uses.look(channel.uses())
+        if grown.calls:
+            self._direct.add_elsewhere(grown.calls, grown.rows)
+        return grown.generations
 
     # The end
 

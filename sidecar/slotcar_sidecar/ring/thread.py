@@ -163,8 +163,6 @@ class RingThread:
     def _serve(self, served: ChannelForwards, received: float) -> bool:
         """Answers some requests of a channel; True when more of them wait."""
         channel = served.channel
-        if channel.is_over:
-            return False
         try:
             pending = channel.pending()
             for _ in range(min(pending, _TURN_CALLS)):
@@ -232,7 +230,9 @@ class RingThread:
         try:
             channel.ring()
         except InterruptedError:  # the owner called the thread back
-            self._tell(partial(self._owner.lost, channel, "its doorbell kept the thread waiting"))
+            served = self._served.get(channel)
+            if served is not None:
+                self._lose(served, "its doorbell kept the thread waiting")
         finally:
             self.ringing = None
 

@@ -25,11 +25,14 @@ NOTHING = Growth(frozenset(), 0, 0)
 
 
 class Uses:
-    """What was there at the last look: calls and rows by generation."""
+    """`_last` has calls and rows by generation as of the last look, `_seen` also those of the one before it: a use may
+    be missing from one look, while it is written.
+    """
 
     def __init__(self, max_rows: int) -> None:
         self._max_rows = max_rows
         self._data = b""
+        self._last: dict[int, tuple[int, int]] = {}
         self._seen: dict[int, tuple[int, int]] = {}
 
     def look(self, data: bytes) -> Growth:
@@ -50,6 +53,6 @@ class Uses:
                 generations.add(generation)
                 all_calls += calls - seen_calls
                 all_rows += max(rows - seen_rows, 0)
-        self._seen = found
+        self._last, self._seen = found, self._last | found
         calls = min(all_calls, MOST_CALLS)
         return Growth(frozenset(generations), calls, min(all_rows, calls * self._max_rows))

@@ -194,7 +194,7 @@ def test_garbage_harms_its_own_session_alone(bursts: list[list[Act]]) -> None:
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 @given(bursts=BURSTS)
-@settings(max_examples=1500, **QUIET)
+@settings(max_examples=500, **QUIET)
 def test_much_garbage_harms_its_own_session_alone(bursts: list[list[Act]]) -> None:
     run(bursts)
 

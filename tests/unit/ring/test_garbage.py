@@ -163,6 +163,16 @@ async def test_bells_without_calls_are_heard_and_forgotten(world: World) -> None
     await world.call(client, Kind.FORWARD, payload)
 
 
+async def test_the_bell_of_a_channel_that_ended_is_not_heard(world: World) -> None:
+    """To see it fail: leave the unregister out of RingThread._forget."""
+    client, _ = await served(world)
+    (ring,) = world.rings.threads
+    client.connection.close()
+    await world.settle()
+    client.ring()
+    assert ring._epoll.poll(0) == []
+
+
 async def test_a_bell_that_nobody_reads_is_full_and_nothing_stops(world: World) -> None:
     """To see it fail: let Channel.ring raise BlockingIOError."""
     client, payload = await served(world)

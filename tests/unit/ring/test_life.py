@@ -80,15 +80,16 @@ async def test_an_operator_ends_all_channels_of_a_session(world: World) -> None:
     assert len(world.rings) == 1
 
 
-async def test_nothing_is_answered_after_the_end_of_the_session(world: World) -> None:
-    """To see it fail: do not look at is_over in RingThread._serve."""
+async def test_nothing_is_answered_after_the_end_of_a_channel(world: World) -> None:
+    """To see it fail: do not shut the connection in Channel.end."""
     client, generation = await served(world)
-    (session,) = world.cache.sessions
+    ((channel,), (ring,)) = world.rings._open, world.rings.threads
+    channel.end()
     cell = client.send(Kind.FORWARD, one_row_each(generation, 1))
-    world.cache.close_session(session.session_id)
     await world.settle()
     assert client.read(cell).sequence != client.submitted
     assert world.observer.tallies["ring"].reasons == {}
+    ring.drop(channel)
 
 
 async def test_a_call_that_waits_ends_with_its_channel(world: World) -> None:
@@ -239,8 +240,9 @@ async def test_a_fill_waits_for_a_kernel_in_a_thread(world: World) -> None:
 async def test_a_client_that_makes_its_doorbell_block_is_let_go(world: World) -> None:
     """Client and sidecar share what says that writes to the doorbell do not block, so the client can take it away.
 
-    The owner calls the thread back; it ends that channel, and serves on. To see it fail: let RingThread._ring not take
-    InterruptedError.
+    The owner calls the thread back; it ends that channel, wakes its client no more, and serves on.
+
+    To see it fail: let RingThread._ring not take InterruptedError, or do not set is_deaf in Channel.ring.
     """
     client, generation = await served(world)
     other, again = await served(world)
@@ -249,7 +251,8 @@ async def test_a_client_that_makes_its_doorbell_block_is_let_go(world: World) ->
     fcntl.fcntl(client.descriptors[2], fcntl.F_SETFL, flags & ~os.O_NONBLOCK)
     os.eventfd_read(client.descriptors[2])
     os.eventfd_write(client.descriptors[2], (1 << 64) - 2)
-    client.send(Kind.FORWARD, one_row_each(generation, 1))
+    for _ in range(3):
+        client.send(Kind.FORWARD, one_row_each(generation, 1))
     (ring,) = world.rings.threads
     thread = threading.Thread(target=ring.turn, args=(PATIENCE_SECONDS,))
     thread.start()
@@ -261,7 +264,6 @@ async def test_a_client_that_makes_its_doorbell_block_is_let_go(world: World) ->
         signal.pthread_kill(ident, signal.SIGURG)
         thread.join(0.01)
     assert ring.ringing is None
-    os.eventfd_read(client.descriptors[2])
     await world.settle()
     assert client.is_closed
     assert len(world.rings) == 1

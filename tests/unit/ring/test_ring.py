@@ -140,7 +140,7 @@ async def test_what_is_prepared_for_a_mapping_ends_with_it(world: World) -> None
 async def test_a_slot_that_was_taken_by_force_is_not_read(world: World) -> None:
     """Of many refusals the owner learns once for each time that it looks.
 
-    To see it fail: drop check_current in ThreadForwards.execute.
+    To see it fail: drop both calls of check_current in ThreadForwards.execute.
     """
     client, generation = await mapped(world, "sql")
     payload = one_row_each(generation, 1)

@@ -37,6 +37,8 @@ def test_counts_that_go_back_say_nothing(garbage: tuple[int, int, int]) -> None:
     uses = Uses(MAX_ROWS)
     uses.look(block((7, 3, 9), (8, 1, 1)))
     assert uses.look(block(garbage, (8, 1, 1))).calls == 0
+    assert uses.look(block((7, 3, 9), (8, 1, 1))).calls == 0
+    assert uses.look(block((7, 4, 10), (8, 1, 1))) == grown(1, 1, 7)
 
 
 def test_a_generation_that_comes_twice_is_one() -> None:

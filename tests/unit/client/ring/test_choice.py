@@ -18,7 +18,7 @@ from slotcar_client import Client, aio
 from slotcar_kernels import native
 from slotcar_sidecar.core import errors as server_errors
 
-from tests.unit.client.fake_engine import A, FakeServer
+from tests.unit.client.fake_engine import A, FakeServer, eventually
 from tests.unit.client.ring.fake_ring import FakeRing, RingEngine
 
 X = torch.arange(12.0).reshape(3, 4)
@@ -136,7 +136,21 @@ def test_a_session_that_is_opened_anew_chooses_again(client: Client, engine: Rin
         assert session.forward_async({"q": X}).done()
 
 
+def test_a_transport_that_a_new_server_does_not_offer_is_every_calls_error(client: Client, engine: RingEngine) -> None:
+    with client.session(transport="ring") as session:
+        session.set_mapping([("sql", 3)])
+        planes, engine.planes = engine.planes, [plane_pb2.PLANE_STREAM]
+        engine.sessions.clear()
+        for _ in range(3):
+            with pytest.raises(slotcar_client.RequestInvalid, match="does not offer"):
+                session.forward({"q": X})
+            assert engine.sessions == {}, "no session is left behind"
+        engine.planes = planes
+        assert torch.equal(session.forward({"q": X})["q"], X)
+
+
 def test_a_session_that_is_resumed_keeps_its_connection(client: Client, engine: RingEngine, ring: FakeRing) -> None:
+    engine.planes = ALL
     with client.session() as session:
         session.set_mapping([("sql", 3)])
         engine.streams[-1].set()
@@ -144,7 +158,20 @@ def test_a_session_that_is_resumed_keeps_its_connection(client: Client, engine: 
             session.forward({"q": X})
         assert torch.equal(session.forward({"q": X})["q"], X)
         assert session.recoveries == {"STREAM_ENDED": 1}
-        assert len(ring.hellos) == 1
+        assert [hello.plane for hello in ring.hellos] == [plane_pb2.PLANE_DIRECT, plane_pb2.PLANE_RING]
+
+
+def test_a_session_that_is_resumed_without_its_connection_chooses_again(
+    client: Client, engine: RingEngine, ring: FakeRing
+) -> None:
+    with client.session() as session:
+        session.set_mapping([("sql", 3)])
+        ring.error = server_errors.CapacityExceeded("no room", found=2, wanted=1)
+        ring.connections[0].end()
+        engine.streams[-1].set()
+        eventually(lambda: session.recoveries)
+        assert torch.equal(session.forward({"q": X})["q"], X)
+        assert session.transport == "stream"
 
 
 def test_what_is_under_way_when_the_transport_changes_is_computed_again(

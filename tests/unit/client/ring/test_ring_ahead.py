@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import threading
 import weakref
 
@@ -182,6 +183,21 @@ def test_room_that_is_never_free_is_an_error(small: Session, ring: FakeRing) -> 
         small.forward({"q": X})
     with pytest.raises(slotcar_client.DeadlineExceeded):
         pending[0].result()
+
+
+def test_a_wait_for_a_result_that_is_interrupted_leaves_the_session_in_order(session: Session, ring: FakeRing) -> None:
+    ring.answer.clear()
+    first, second = sent(session, 1, 2)
+    main = threading.main_thread().ident
+    assert main is not None
+    threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        first.result()
+    with pytest.raises(KeyboardInterrupt):
+        first.result()
+    ring.answer.set()
+    assert torch.equal(second.result()["q"], X + 2)
+    assert torch.equal(session.forward({"q": X + 3})["q"], X + 3)
 
 
 def test_a_result_may_be_asked_for_by_several_threads(session: Session, ring: FakeRing) -> None:
