@@ -72,7 +72,7 @@ class Record:
     peer_cpu_median: float
     cpu_ratio: float
     runs: int
-    machine: Mapping[str, Any] = field(default_factory=lambda: machine())
+    machine: Mapping[str, Any] = field(default_factory=lambda: machine())  # noqa: PLW0108 - defined below
 
     @classmethod
     def of(

@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import itertools
-import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any

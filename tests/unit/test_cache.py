@@ -25,8 +25,8 @@ from slotcar_sidecar.core.errors import (
     SourceUnavailable,
 )
 from slotcar_sidecar.core.events import EventKind
-from slotcar_sidecar.core.forward import ForwardItem
 from slotcar_sidecar.core.folded import Folded
+from slotcar_sidecar.core.forward import ForwardItem
 from slotcar_sidecar.core.ids import Digest, SlotId
 from slotcar_sidecar.core.layout import SlotState
 from slotcar_sidecar.core.mapping import Mapping

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 from slotcar_sidecar.core.calls import MappingCall
-from slotcar_sidecar.core.folded import Folded
 from slotcar_sidecar.core.errors import (
     AdapterNotFound,
     CapacityExceeded,
@@ -14,6 +13,7 @@ from slotcar_sidecar.core.errors import (
     ShuttingDown,
     SlotsExhausted,
 )
+from slotcar_sidecar.core.folded import Folded
 from slotcar_sidecar.core.ids import SessionId
 from slotcar_sidecar.core.slots import Demand
 

@@ -158,7 +158,9 @@ class RegionGeometry:
         if (magic, version) != (MAGIC, VERSION):
             raise BadRegion(f"the region begins with {magic!r} version {version}, wanted {MAGIC!r} version {VERSION}")
         if not cells or payload % ALIGNMENT:
-            raise BadRegion(f"the region has {cells} cells of {payload} bytes, wanted some, of a multiple of {ALIGNMENT}")
+            raise BadRegion(
+                f"the region has {cells} cells of {payload} bytes, wanted some, of a multiple of {ALIGNMENT}"
+            )
         geometry = cls(arena_bytes, cells, payload, uses)
         if (arena_offset, len(data)) != (geometry.arena_offset, geometry.total_bytes):
             raise BadRegion(

@@ -113,7 +113,9 @@ class Mappings:
             self._check_queue(call)
             wanted = residency.resolve(call.refs, call.session)
             claim = Claim(call.session, slot=False, bytes=True, resolves=True)
-            nameless = {ref.digest for ref in wanted.table if ref and ref.digest and not residency.names.is_named(ref.digest)}
+            nameless = {
+                ref.digest for ref in wanted.table if ref and ref.digest and not residency.names.is_named(ref.digest)
+            }
             asked.kept = tuple((digest, claim) for digest in nameless)
             for digest, claim in asked.kept:
                 residency.claim(digest, claim)

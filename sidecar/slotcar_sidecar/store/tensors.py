@@ -180,7 +180,9 @@ def _check_order(entries: Sequence[_Entry], found: int, file: str) -> None:
     end = 0
     for entry in entries:
         if entry.start != end:
-            raise _damage(file, f"{shown(entry.name)} begins at byte {entry.start}, and what is before it ends at {end}")
+            raise _damage(
+                file, f"{shown(entry.name)} begins at byte {entry.start}, and what is before it ends at {end}"
+            )
         end = entry.end
 
 
