@@ -167,7 +167,10 @@ class Guard:
         return found
 
     def _end_here(self) -> int:
-        return self._change(Change.STALE_AFTER)
+        found = self._change(Change.STALE_AFTER)
+        if not found and _is_gone(self._watch.struct.socket):
+            return Change.GONE
+        return found
 
     def _change(self, stale: Change) -> int:
         watch, words = self._watch, self._watch.words
@@ -179,7 +182,7 @@ class Guard:
             return Change.DISCONNECTED
         if (words.mod_generations[self._slots] > np.uint64(self._generation)).any():
             return stale
-        return Change.GONE if _is_gone(watch.struct.socket) else 0
+        return 0
 
 
 class GuardedBatch:

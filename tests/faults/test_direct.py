@@ -253,6 +253,25 @@ def test_a_server_that_ends_in_order_is_away(serve: Serve, library: Library, dig
         assert caught.value.code.name == "UNAVAILABLE"
 
 
+def test_a_server_that_is_stopped_keeps_no_unit_waiting(
+    client: Client, served: SidecarProcess, library: Library, digests: dict[str, str]
+) -> None:
+    with client.session("engine", transport="direct") as session:
+        session.set_mapping([A])
+        served.pause()
+        try:
+            for _ in range(3):
+                assert_rows(library, digests[A], compute(session))
+        finally:
+            served.resume()
+        session.fence()
+        assert_rows(library, digests[A], compute(session))
+        session.release_mapping()
+        assert client.get(A).pins == 0
+        with pytest.raises(slotcar_client.MappingReplaced):
+            compute(session)
+
+
 # What is shared
 
 
@@ -262,12 +281,13 @@ def test_a_write_through_the_mapping_is_a_fault_of_the_writer(
     with client.session("engine", transport="direct") as session:
         session.set_mapping([A])
         with DirectChild("writing", served.target, A, ",".join(SITES), FEATURES) as child:
-            child.read()
+            writer = child.read()["session"][:8]
             child.read()
             assert child.process.stdin is not None
             print("write", file=child.process.stdin, flush=True)
             assert child.process.wait(30) == -signal.SIGSEGV
         assert_rows(library, digests[A], compute(session))
+        client.end_session(writer)
 
 
 def test_the_descriptors_of_the_slots_give_no_way_to_write(client: Client, served: SidecarProcess) -> None:
@@ -275,9 +295,8 @@ def test_the_descriptors_of_the_slots_give_no_way_to_write(client: Client, serve
         connection = Connection(served.target, hello(session.session_id, "direct"))
         region, _, _, slots = connection.descriptors
         size = connection.opened.slots_bytes
-        for flags in (mmap.MAP_SHARED,):
-            with pytest.raises(PermissionError):
-                mmap.mmap(slots, size, flags, mmap.PROT_READ | mmap.PROT_WRITE)
+        with pytest.raises(PermissionError):
+            mmap.mmap(slots, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         with pytest.raises(PermissionError):
             os.pwrite(slots, b"\0" * 8, 0)
         again = os.open(f"/proc/self/fd/{slots}", os.O_RDWR)
@@ -411,25 +430,6 @@ def test_nothing_is_left_of_a_client_that_is_killed_in_a_unit(client: Client, se
     eventually(lambda: descriptors(served) <= before, "the end of the server's descriptors")
     assert client.sessions() == ()
     assert [adapter.pins for adapter in client.list()] == [0, 0, 0]
-
-
-def test_a_fork_computes_nothing_and_harms_nothing(client: Client, library: Library, digests: dict[str, str]) -> None:
-    with client.session("engine", transport="direct") as session:
-        session.set_mapping([A])
-        assert_rows(library, digests[A], compute(session))
-        child = os.fork()
-        if not child:
-            code = 1
-            try:
-                compute(session)
-            except slotcar_client.ClientClosed:
-                session._choice.transport.close()
-                code = 0
-            finally:
-                os._exit(code)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert_rows(library, digests[A], compute(session))
-        assert session.recoveries == {}
 
 
 def test_a_session_may_be_closed_while_it_computes(client: Client, library: Library, digests: dict[str, str]) -> None:

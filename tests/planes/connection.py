@@ -111,7 +111,8 @@ class Connection:
         region.REQUEST.pack_into(self.view, self.geometry.request_offset(cell), sequence, kind, size)
         region.INDEX.pack_into(self.view, self.geometry.submission_offset(self._submitted), cell)
         self._submitted += 1
-        region.WORD.pack_into(self.view, region.SUBMITTED_OFFSET, self._submitted)
+        # In one store: struct would write zeros first.
+        self.view.cast("Q")[region.SUBMITTED_OFFSET // region.WORD.size] = self._submitted
         self.ring()
 
     def ring(self) -> None:

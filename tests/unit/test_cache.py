@@ -378,6 +378,17 @@ async def test_a_slot_is_marked_before_its_mapping_is_checked(turns: int) -> Non
     assert not bench.device.read_while_written
 
 
+async def test_readers_elsewhere_are_told_before_bytes_change() -> None:
+    """Ordinary loads and forced ones: no byte of a slot changes before the words say so."""
+    bench = make_bench(1)
+    await loaded(bench, "a", "a1")
+    await loaded(bench, "b", "b1")
+    bench.cache.unload(ref("b"), force=True)
+    await loaded(bench, "c", "c1")
+    assert bench.device.unannounced == []
+    assert bench.device.published is bench.cache.layout
+
+
 async def test_the_slot_stays_marked_when_the_caller_of_a_forward_goes_away() -> None:
     bench = make_bench(1)
     await loaded(bench, "a", "a1")

@@ -49,36 +49,52 @@ void write_without_delta(const SlotcarBatch &batch, const SlotcarSite &site, int
 }
 
 struct Call {
-    const SlotcarBatch &batch;
+    const SlotcarBatch *batch;
     const SlotcarSite *sites;
     int64_t site_count;
     Compute compute;
     int64_t threads;
 };
 
-/* Every `threads`-th piece of work, from the `share`-th on: a piece is some rows of one segment at one site. */
-void compute_share(const Call &call, int64_t share) {
-    const SlotcarBatch &batch = call.batch;
-    int64_t piece = 0;
-    const auto mine = [&] { return piece++ % call.threads == share; };
-    for (int64_t i = 0; i < batch.base_range_count; ++i)
-        for (int64_t s = 0; s < call.site_count; ++s)
-            if (mine()) write_without_delta(batch, call.sites[s], batch.base_ranges[i].start, batch.base_ranges[i].stop);
-    for (int64_t i = 0; i < batch.segment_count; ++i) {
-        const SlotcarSegment &segment = batch.segments[i];
+/* Rows of a piece at most: whole tiles, and so few that every thread gets some of a long segment. */
+int64_t most_rows(const Call &call, const SlotcarSegment &segment, int64_t rank) {
+    const int64_t tiles = (segment.stop - segment.start + kTileRows - 1) / kTileRows;
+    const int64_t part = (tiles + call.threads - 1) / call.threads * kTileRows;
+    const int64_t fit = rank * kBlockRows <= kScratchValues ? kBlockRows : kScratchValues / rank;
+    return fit < part ? fit : part;
+}
+
+/* Calls take(work) for each piece of the call: some rows of one segment at one site. */
+template <class Take>
+void for_each_piece(const Call &call, Take take) {
+    for (int64_t i = 0; i < call.batch->segment_count; ++i) {
+        const SlotcarSegment &segment = call.batch->segments[i];
         for (int64_t s = 0; s < call.site_count; ++s) {
-            const int64_t rank = call.sites[s].ranks[i];
-            const int64_t most = rank * kBlockRows <= kScratchValues ? kBlockRows : kScratchValues / rank;
-            for (int64_t first = segment.start; first < segment.stop; first += most) {
-                const int64_t last = segment.stop - first < most ? segment.stop : first + most;
-                if (!mine()) continue;
-                if (rank)
-                    call.compute(Work{batch, call.sites[s], i, first, last});
-                else
-                    write_without_delta(batch, call.sites[s], first, last);
-            }
+            const int64_t most = most_rows(call, segment, call.sites[s].ranks[i]);
+            for (int64_t first = segment.start; first < segment.stop; first += most)
+                take(Work{call.batch, call.sites + s, i, first, segment.stop - first < most ? segment.stop : first + most,
+                          nullptr});
         }
     }
+}
+
+/* Every `threads`-th range of BASE rows and piece, from the `share`-th on. */
+void compute_share(const Call &call, int64_t share) {
+    const SlotcarBatch &batch = *call.batch;
+    for (int64_t i = share; i < batch.base_range_count * call.site_count; i += call.threads) {
+        const SlotcarRange &range = batch.base_ranges[i / call.site_count];
+        write_without_delta(batch, call.sites[i % call.site_count], range.start, range.stop);
+    }
+    int64_t piece = 0;
+    Work waiting{};  // for the next one to be known, whose weights it fetches
+    for_each_piece(call, [&](const Work &work) {
+        if (piece++ % call.threads != share) return;
+        if (!rank_of(work)) return write_without_delta(batch, *work.site, work.first, work.last);
+        waiting.next = &work;
+        if (waiting.batch) call.compute(waiting);
+        waiting = work;
+    });
+    if (waiting.batch) call.compute(waiting);
 }
 
 /* The shares of all threads; those for which the system gives no thread are computed here. */
@@ -137,6 +153,6 @@ int64_t slotcar_lora_forward(const SlotcarBatch *batch, const SlotcarSite *sites
     if (!slotcar::fits(*batch)) return SLOTCAR_BAD_PLAN;
     for (int64_t s = 0; s < site_count; ++s)
         if (!slotcar::ranks_fit(*batch, sites[s])) return SLOTCAR_BAD_RANK;
-    slotcar::compute_all({*batch, sites, site_count, compute, threads > 1 ? threads : 1});
+    slotcar::compute_all({batch, sites, site_count, compute, threads > 1 ? threads : 1});
     return SLOTCAR_OK;
 }

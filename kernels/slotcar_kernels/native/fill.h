@@ -11,14 +11,13 @@
 #ifndef SLOTCAR_FILL_H
 #define SLOTCAR_FILL_H
 
-#include "internal.h"
+#include "ahead.h"
 #include "tiles.h"
 #include "transpose.h"
 
 namespace slotcar {
 namespace {
 
-constexpr int64_t kLineBytes = 64;
 constexpr int64_t kFillColumns = 64;  // of a tile: at least two cache lines of each row of `to`
 constexpr int64_t kFillRows = 8;      // of a band
 constexpr int64_t kCastRun = 1024;    // elements that are cast before they are written

@@ -34,7 +34,6 @@ int64_t change(const SlotcarGuard &guard, int64_t stale) {
     if (word(watch.region_closed)) return SLOTCAR_DISCONNECTED;
     for (int64_t i = 0; i < guard.slot_count; ++i)
         if (word(watch.mod_generations + guard.slots[i]) > guard.generation) return stale;
-    if (is_gone(watch.socket)) return SLOTCAR_GONE;
     return SLOTCAR_OK;
 }
 
@@ -60,7 +59,9 @@ int64_t slotcar_guard_end(const SlotcarGuard *guard) {
      *
      * Its partner is in the writer: the word is stored before the first byte of the slot. */
     std::atomic_thread_fence(std::memory_order_acquire);
-    return slotcar::change(*guard, SLOTCAR_STALE_AFTER);
+    if (const int64_t found = slotcar::change(*guard, SLOTCAR_STALE_AFTER)) return found;
+    if (slotcar::is_gone(guard->watch->socket)) return SLOTCAR_GONE;
+    return SLOTCAR_OK;
 }
 
 int64_t slotcar_guarded_forward(const SlotcarGuard *guard, const SlotcarBatch *batch, const SlotcarSite *sites,

@@ -47,10 +47,15 @@ struct SlotcarGuard {
 
 #pragma GCC visibility push(default)
 
-/* Looks at the words and the connection, and counts a unit of `rows` rows. SLOTCAR_OK or a SlotcarChange. */
+/* Looks at the words, and counts a unit of `rows` rows. SLOTCAR_OK or a SlotcarChange.
+ *
+ * It does not ask for the connection, which takes a system call: a unit that begins for nothing is only work.
+ */
 int64_t slotcar_guard_begin(const struct SlotcarGuard *guard, int64_t rows);
 
-/* Looks again, once all that the caller's thread has read before is read. SLOTCAR_OK or a SlotcarChange. */
+/* Looks again, once all that the caller's thread has read before is read, and whether the connection stands. SLOTCAR_OK
+ * or a SlotcarChange.
+ */
 int64_t slotcar_guard_end(const struct SlotcarGuard *guard);
 
 /* slotcar_lora_forward as one unit; also returns what that returns. */

@@ -8,13 +8,34 @@ namespace slotcar {
 
 constexpr int64_t kScratchValues = SLOTCAR_MAX_RANK;  // of h: 64 rows of rank 256, or fewer of a higher one
 constexpr int64_t kBlockRows = 64;
+constexpr int64_t kTileRows = 4;  // that are kept in registers
+
+/* Elements of x whose products are summed in the lanes before these are added to h: part of the result's meaning. */
+constexpr int64_t kChunk = 1024;
+
+constexpr int64_t kPanelValues = 4096;  // floats of x, or of sums, of one tile: half of an L1 cache
+static_assert(kPanelValues / kTileRows >= kChunk, "a panel has whole chunks");
 
 /* The positions [first, last) of one segment at one site; (last - first) · rank is at most kScratchValues. */
 struct Work {
-    const SlotcarBatch &batch;
-    const SlotcarSite &site;
+    const SlotcarBatch *batch;
+    const SlotcarSite *site;
     int64_t segment, first, last;
+    const Work *next; /* what the same thread computes then, or null */
 };
+
+/* In an unnamed namespace as all that the files of the instruction sets share: see tiles.h. */
+namespace {
+
+[[maybe_unused]] inline int64_t rank_of(const Work &work) { return work.site->ranks[work.segment]; }
+
+/* Columns of A, and of B, that are read of all ranks before the next ones are. */
+[[maybe_unused]] inline int64_t panel_of(const Work &work) {
+    const int64_t rows = work.last - work.first;
+    return rows <= kTileRows ? kPanelValues / rows / kChunk * kChunk : kChunk;
+}
+
+}  // namespace
 
 using Compute = void (*)(const Work &);
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +23,8 @@ from tests.fakes.weights import fake_weights
 from tests.tolerances import assert_close, assert_same_bits
 from tests.unit.client.direct.calls import DTYPES, connected, forward, rows, truth
 from tests.unit.client.direct.slots_writer import MODEL, NARROW, A, B, C, FakeRpc, SlotsWriter
+
+REPOSITORY = Path(__file__).resolve().parents[4]
 
 
 @pytest.mark.parametrize("slot_dtype", ["float32", "float16", "bfloat16"])
@@ -327,6 +331,35 @@ def counted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[Any
 
     monkeypatch.setattr(module, name, make)
     return made
+
+
+FORK = """
+import os
+import torch
+from tests.unit.client.direct import calls
+from tests.unit.client.direct.slots_writer import A, SlotsWriter
+torch.set_num_threads(1)
+writer = SlotsWriter()
+writer.load(0, A)
+transport, x = calls.connected(writer), calls.rows(2, "q")
+call = calls.forward(writer, writer.map(0), (2,), {"q": x})
+before = transport.forward(call)["q"]
+for _ in range(2):
+    child = os.fork()
+    if not child:
+        assert transport.forward(call)["q"].equal(before)
+        transport.close()
+        del transport
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert transport.forward(call)["q"].equal(before)
+assert len(writer.links) == 1, "the connection has stood"
+"""
+
+
+def test_a_child_of_the_process_harms_nothing() -> None:
+    """In a process without a channel: gRPC does not survive a fork."""
+    subprocess.run([sys.executable, "-c", FORK], cwd=REPOSITORY, check=True, timeout=120)
 
 
 def mapped_files() -> list[str]:
