@@ -28,18 +28,28 @@ class SlotArray(NamedTuple):
 def fill_slot(arrays: Sequence[SlotArray], kernel: str | None = None) -> None:
     """rows[:rank] = values, rounded to the nearest even as torch does, and rows[rank:] = 0, for each array.
 
-    The compiled library holds the GIL for nothing of it, and when this ends, whoever sees a later write of this thread
-    sees it all. `kernel` is one of `native.ISAS`, "torch", or None for the best. Raises ValueError when rows and values
+    The compiled library writes without the GIL, and when this ends, whoever sees a later write of this thread sees it
+    all. `kernel` is one of `native.ISAS`, "torch", or None for the best. Raises ValueError when rows and values
     do not fit each other, or the kernel that is asked for is not there; then nothing was written.
     """
     for part in arrays:
         _check(part, arrays[0].rows)
-    isa = native.best_isa() if kernel is None else kernel
-    if isa is None or isa == "torch" or not all(map(_is_plain, arrays)):
+    isa = _isa(kernel)
+    if isa is None or not all(map(_is_plain, arrays)):
         _fill_with_torch(arrays)
     elif arrays:
         words = array("q", [word for part in arrays for word in _words(part)])
         native.fill(words, len(arrays), arrays[0].rows.dtype, isa)
+
+
+def _isa(kernel: str | None) -> str | None:
+    """The instruction set for the library, or None for torch."""
+    best = native.best_isa()
+    if kernel is None or kernel == "torch":
+        return best if kernel is None else None
+    if best is None or kernel not in native.ISAS[: native.ISAS.index(best) + 1]:
+        raise ValueError(f"no kernel {kernel!r} here; there is {native.backend()}")
+    return kernel
 
 
 def _check(part: SlotArray, first: Tensor) -> None:
@@ -48,8 +58,8 @@ def _check(part: SlotArray, first: Tensor) -> None:
         raise ValueError(f"rows are {tuple(rows.shape)} {rows.dtype}, wanted matrices of one dtype without gaps")
     if values is None:
         return
-    if values.dim() != 2 or values.shape[1] != rows.shape[1] or values.shape[0] > rows.shape[0]:
-        raise ValueError(f"values are {tuple(values.shape)} for rows of {tuple(rows.shape)}")
+    if values.dim() != 2 or values.shape[1] != rows.shape[1] or len(values) > len(rows) or not values.is_cpu:
+        raise ValueError(f"values are {tuple(values.shape)} on {values.device} for rows of {tuple(rows.shape)}")
 
 
 def _is_plain(part: SlotArray) -> bool:

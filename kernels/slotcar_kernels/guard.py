@@ -13,7 +13,6 @@ import platform
 import select
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
-from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -31,7 +30,6 @@ Array: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.generic]]"
 Words: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.uint64]]"
 
 _KEEPS_LOADS_IN_ORDER = ("x86_64", "AMD64")
-_CHANGES = frozenset(range(16, 22))
 
 
 class Change(IntEnum):
@@ -48,6 +46,9 @@ class Change(IntEnum):
     def is_stale(self) -> bool:
         """The writer is there, and a slot began to change after the mapping was made."""
         return self in (Change.STALE_BEFORE, Change.STALE_AFTER)
+
+
+_CHANGES = frozenset(Change)
 
 
 class Changed(Exception):
@@ -124,12 +125,7 @@ class Guard:
         self._struct = _Guard(ctypes.addressof(watch.struct), _address(self._slots), len(self._slots), generation, None)
         self.address = ctypes.addressof(self._struct)
         """Of its SlotcarGuard, which lives as long."""
-        library = native.library()
-        self._begin: Callable[[int], int] = self._begin_here
-        self._end: Callable[[], int] = self._end_here
-        if library is not None:
-            self._begin = partial(library.slotcar_guard_begin, self.address)
-            self._end = partial(library.slotcar_guard_end, self.address)
+        self._library = native.library()
 
     @property
     def use(self) -> Words | None:
@@ -147,13 +143,15 @@ class Guard:
 
     def begin(self, rows: int) -> None:
         """A unit of `rows` rows begins. Raises Changed."""
-        found = self._begin(rows)
+        library = self._library
+        found = self._begin_here(rows) if library is None else library.slotcar_guard_begin(self.address, rows)
         if found:
             raise Changed(Change(found))
 
     def end(self) -> None:
         """Everything that the unit reads has been read. Raises Changed; then nothing of it may be used."""
-        found = self._end()
+        library = self._library
+        found = self._end_here() if library is None else library.slotcar_guard_end(self.address)
         if found:
             raise Changed(Change(found))
 
@@ -237,6 +235,7 @@ class GuardedForward:
         self._no_bases = [None] * len(slots)
         self._batch: GuardedBatch | None = None
         self._call: native.PreparedCall | None = None
+        self._run: Callable[[], int]
         if isa is not None:
             self._call = native.PreparedCall(dtype, slots, (isa, kernel.threads))
             # Every output is made like these, so that only where it lies is new.
@@ -258,10 +257,10 @@ class GuardedForward:
             self._use(call, batch)
         if bases is None:
             call.point_alike(x, outs)
-            status = call.run_guarded(batch.guard.address)
+            status = self._run()
         else:
             call.point(x, outs, self._checked(rows, bases))
-            status = call.run_guarded(batch.guard.address)
+            status = self._run()
             call.point(x, outs, self._no_bases)  # the next x may come without
         if status:
             raise Changed(Change(status)) if status in _CHANGES else call.refusal(status)
@@ -270,6 +269,7 @@ class GuardedForward:
     def _use(self, call: native.PreparedCall, batch: GuardedBatch) -> None:
         self._check(batch)
         call.use(batch.native, *batch.addresses(tuple(self._sites)))
+        self._run = call.guarded(batch.guard.address)
         self._batch = batch  # which keeps alive what the call uses
 
     def _check(self, batch: GuardedBatch) -> None:

@@ -161,13 +161,12 @@ class PreparedCall:
         self._isa, threads = kernel
         at = address(self._words)
         self._arguments = at, at + ctypes.sizeof(_Batch), len(sites), ISAS.index(self._isa), threads
-        self._guarded: Callable[..., int] = _library().slotcar_guarded_forward
         self.run: Callable[[], int] = partial(_library().slotcar_lora_forward, *self._arguments)
         """Computes; returns 0 or a status of native/lora.h that says why nothing was."""
 
-    def run_guarded(self, guard: int) -> int:
-        """`run` as a unit under the SlotcarGuard at this address; returns a status of native/guard.h too."""
-        return self._guarded(guard, *self._arguments)
+    def guarded(self, guard: int) -> Callable[[], int]:
+        """`run` as a unit under the SlotcarGuard at this address; it returns a status of native/guard.h too."""
+        return partial(_library().slotcar_guarded_forward, guard, *self._arguments)
 
     def use(self, plan: NativePlan, ranks: Iterable[int], scales: Iterable[int]) -> None:
         """`ranks` and `scales` are the addresses of those of the plan's segments, at each site."""

@@ -38,13 +38,10 @@ def prepared_calls(
     call.use(native_plan, [native.address(ranks)], [native.address(scales)])
     call.point(x, [out], [base])
     kept_alive = native_plan, ranks, scales, x, out, base, guard, ends
-    assert call.run() == call.run_guarded(guard.address) == 0
-    return functools.partial(_guarded, call, guard.address, kept_alive), functools.partial(_unguarded, call, kept_alive)
+    guarded = call.guarded(guard.address)
+    assert call.run() == guarded() == 0
+    return functools.partial(_run, guarded, kept_alive), functools.partial(_run, call.run, kept_alive)
 
 
-def _guarded(call: native.PreparedCall, guard: int, _kept_alive: object) -> int:
-    return call.run_guarded(guard)
-
-
-def _unguarded(call: native.PreparedCall, _kept_alive: object) -> int:
-    return call.run()
+def _run(run: Callable[[], int], _kept_alive: object) -> int:
+    return run()

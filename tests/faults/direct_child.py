@@ -69,16 +69,21 @@ def compute_with_torch_and_stop(when: str) -> None:
 
 
 def compute_and_stop() -> None:
-    """From now on the next unit of the compiled kernel stops this process while it runs."""
-    run = native.PreparedCall.run_guarded
+    """The units of the next batch stop this process while the compiled kernel runs."""
+    guarded = native.PreparedCall.guarded
 
-    def run_and_stop(self: native.PreparedCall, guard: int) -> int:
-        native.PreparedCall.run_guarded = run  # type: ignore[method-assign]
-        # It gets the interpreter's lock when the library runs, at the earliest.
-        threading.Thread(target=stop).start()
-        return run(self, guard)
+    def guarded_and_stopped(self: native.PreparedCall, guard: int) -> Callable[[], int]:
+        native.PreparedCall.guarded = guarded  # type: ignore[method-assign]
+        run = guarded(self, guard)
 
-    native.PreparedCall.run_guarded = run_and_stop  # type: ignore[method-assign]
+        def run_and_stop() -> int:
+            # It gets the interpreter's lock when the library runs, at the earliest.
+            threading.Thread(target=stop).start()
+            return run()
+
+        return run_and_stop
+
+    native.PreparedCall.guarded = guarded_and_stopped  # type: ignore[method-assign]
 
 
 def computing(session: Session, sites: list[str], features: int) -> None:

@@ -123,9 +123,9 @@ MUTANTS = (
     ),
     Mutant(
         "bytes change before readers elsewhere are told",
-        f"{CACHE}/state.py",
-        "        self.device.publish(self.layout)\n",
-        "",
+        f"{CORE}/slots.py",
+        "        self._layout = layout\n        self._listener(layout)\n",
+        "        self._layout = layout\n",
         "tests/unit/test_cache.py::test_readers_elsewhere_are_told_before_bytes_change",
     ),
     Mutant(

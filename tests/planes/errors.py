@@ -18,3 +18,6 @@ class PlaneError(grpc.RpcError):
 
     def details(self) -> str:
         return str(self.value.message)
+
+    def trailing_metadata(self) -> tuple[()]:
+        return ()

@@ -42,7 +42,7 @@ REACHED_ON = {
         "check of the parts: stale",
         "check of the parts: the session has ended",
         "first check: closed",
-        "first check: the process is gone",
+        "check of the parts: the process is gone",
         "second check: stale after torn reads",
         "second check: stale, the same digest in the same slot after wrong reads",
         "second check: closed after wrong reads",

@@ -25,6 +25,23 @@ struct Avx2 {
         return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_halves(from)), 16));
     }
 
+    static void load_split(const Bfloat16 *from, Reg (&to)[2]) {
+        const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(from));
+        to[0] = _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
+        to[1] = _mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(-65536)));
+    }
+    static void split(Reg (&values)[2]) {
+        const __m256d even = _mm256_castps_pd(_mm256_shuffle_ps(values[0], values[1], 0x88));
+        const __m256d odd = _mm256_castps_pd(_mm256_shuffle_ps(values[0], values[1], 0xdd));
+        values[0] = _mm256_castpd_ps(_mm256_permute4x64_pd(even, 0xd8));
+        values[1] = _mm256_castpd_ps(_mm256_permute4x64_pd(odd, 0xd8));
+    }
+    static void join(Reg (&values)[2]) {
+        const Reg low = _mm256_unpacklo_ps(values[0], values[1]), high = _mm256_unpackhi_ps(values[0], values[1]);
+        values[0] = _mm256_permute2f128_ps(low, high, 0x20);
+        values[1] = _mm256_permute2f128_ps(low, high, 0x31);
+    }
+
     static void store(float *to, Reg values) { _mm256_storeu_ps(to, values); }
     static void store(Float16 *to, Reg values) {
         store_halves(to, _mm256_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));

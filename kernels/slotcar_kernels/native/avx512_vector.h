@@ -24,6 +24,24 @@ struct Avx512 {
         return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_halves(from)), 16));
     }
 
+    static void load_split(const Bfloat16 *from, Reg (&to)[2]) {
+        const __m512i bits = _mm512_loadu_si512(from);
+        to[0] = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+        to[1] = _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(-65536)));
+    }
+    static void split(Reg (&values)[2]) {
+        const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+        const Reg first = _mm512_permutex2var_ps(values[0], even, values[1]);
+        values[1] = _mm512_permutex2var_ps(values[0], _mm512_or_si512(even, _mm512_set1_epi32(1)), values[1]);
+        values[0] = first;
+    }
+    static void join(Reg (&values)[2]) {
+        const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+        const Reg first = _mm512_permutex2var_ps(values[0], low, values[1]);
+        values[1] = _mm512_permutex2var_ps(values[0], _mm512_add_epi32(low, _mm512_set1_epi32(8)), values[1]);
+        values[0] = first;
+    }
+
     static void store(float *to, Reg values) { _mm512_storeu_ps(to, values); }
     static void store(Float16 *to, Reg values) {
         store_halves(to, _mm512_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));

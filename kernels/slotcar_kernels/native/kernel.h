@@ -11,19 +11,16 @@
 #ifndef SLOTCAR_KERNEL_H
 #define SLOTCAR_KERNEL_H
 
-#include "internal.h"
-#include "tiles.h"
+#include "expand.h"
+#include "shrink.h"
 
 namespace slotcar {
 namespace {
 
-constexpr int kTileRows = 4;
-constexpr int64_t kPanel = 4096;  // floats of x, or of sums, of one tile: half of an L1 cache
-static_assert(kPanel / kTileRows >= kChunk, "a panel has whole chunks");
-
 struct Scratch {
     alignas(64) float h[kScratchValues];
-    alignas(64) float panel[kPanel];
+    alignas(64) float panel[kPanelValues];
+    Ahead ahead;
 };
 
 /* What the loops below need to know, with types. T is x's, S the slots'. */
@@ -45,34 +42,17 @@ struct Block {
     }
 };
 
-/* `from` in float32, written to `to`, which has room for whole vectors. */
-template <class V, class T>
-inline const float *widened(const T *from, int64_t count, float *to) {
-    int64_t k = 0;
-    for (; k + V::width <= count; k += V::width) V::store(to + k, V::load(from + k));
-    if (k < count) V::store(to + k, load_part<V>(from + k, count - k));
-    return to;
-}
-
-/* Elements of an x row as a product takes them: where they are, or widened. */
-template <class V, class X>
-struct Elements {
-    template <class T>
-    static const X *of(const T *from, int64_t count, float *to) {
-        return widened<V>(from, count, to);
-    }
-    static const X *of(const X *from, int64_t, float *) { return from; }
-};
+/* Only the first tile reads weights that are in no cache yet. */
+inline Ahead *ahead_of(Scratch &scratch, int64_t tile) { return tile ? nullptr : &scratch.ahead; }
 
 /* h[rows of the tile, :] += x[:, k : k + panel] A[:, k : k + panel]ᵀ */
 template <class V, class P, int M, class T, class S>
 void shrink_panel(const Block<T, S> &block, int64_t tile, int64_t k, Scratch &scratch) {
     const int64_t count = least(block.panel, block.batch.in_features - k);
-    const typename P::X *x[M];
-    for (int m = 0; m < M; ++m)
-        x[m] = Elements<V, typename P::X>::of(block.x(tile + m) + k, count, scratch.panel + m * block.panel);
-    float *h = scratch.h + tile * block.rank;
-    shrink_rows<P, M, V::accumulators>(x, block.a + k, block.site.a_row_stride, block.rank, count, h);
+    Shrink<P, M> work{{},         block.a + k, block.site.a_row_stride,         count,
+                      block.rank, scratch.h + tile * block.rank, ahead_of(scratch, tile)};
+    for (int m = 0; m < M; ++m) work.x[m] = P::arranged(block.x(tile + m) + k, count, scratch.panel + m * block.panel);
+    shrink<P, M, V::accumulators>(work);
 }
 
 /* out = base + sums, rounded; `out` may be `base`. */
@@ -92,9 +72,9 @@ void finish_row(const float *sums, const T *base, T *out, int64_t count) {
 template <class V, int M, class T, class S>
 void expand_panel(const Block<T, S> &block, int64_t tile, int64_t o, Scratch &scratch) {
     const int64_t count = least(block.panel, block.site.out_features - o);
-    const int64_t group = block.rows <= kTileRows ? kStreams : block.rank;
-    const float *h = scratch.h + tile * block.rank;
-    expand_rows<V, S, M>(h, block.rank, group, block.b + o, block.site.b_row_stride, count, scratch.panel, block.panel);
+    const Expand<S> work{scratch.h + tile * block.rank, block.rank,    block.b + o, block.site.b_row_stride, count,
+                         scratch.panel,                 block.panel,   ahead_of(scratch, tile)};
+    expand<V, S, M>(work, block.rows <= kTileRows ? kStreams : block.rank);
     for (int m = 0; m < M; ++m) {
         const T *base = block.base(tile + m);
         finish_row<V>(scratch.panel + m * block.panel, base ? base + o : nullptr, block.out(tile + m) + o, count);
@@ -114,8 +94,7 @@ inline void for_each_tile(int64_t rows, Step step) {
 }
 
 template <class V, class P, class T, class S>
-void compute_block(const Block<T, S> &block) {
-    Scratch scratch;
+void compute_block(const Block<T, S> &block, Scratch &scratch) {
     for (int64_t i = 0; i < block.rows * block.rank; ++i) scratch.h[i] = 0;
     for (int64_t k = 0; k < block.batch.in_features; k += block.panel)
         for_each_tile(block.rows, [&](auto rows, int64_t tile) {
@@ -130,26 +109,27 @@ void compute_block(const Block<T, S> &block) {
 
 template <class V, class P, class T, class S>
 void compute_typed(const Work &work) {
-    const SlotcarSegment &segment = work.batch.segments[work.segment];
-    const SlotcarSite &site = work.site;
-    const int64_t rows = work.last - work.first;
+    const SlotcarSite &site = *work.site;
+    const int64_t slot = work.batch->segments[work.segment].slot;
     const Block<T, S> block{
-        work.batch,
+        *work.batch,
         site,
-        static_cast<const S *>(site.a) + segment.slot * site.a_slot_stride,
-        static_cast<const S *>(site.b) + segment.slot * site.b_slot_stride,
-        site.ranks[work.segment],
+        static_cast<const S *>(site.a) + slot * site.a_slot_stride,
+        static_cast<const S *>(site.b) + slot * site.b_slot_stride,
+        rank_of(work),
         work.first,
-        rows,
-        rows <= kTileRows ? kPanel / rows / kChunk * kChunk : kChunk,
+        work.last - work.first,
+        panel_of(work),
         site.scales[work.segment],
     };
-    compute_block<V, P>(block);
+    Scratch scratch;
+    scratch.ahead = Ahead(work);
+    compute_block<V, P>(block, scratch);
 }
 
 template <class V, class T>
 void compute_for(const Work &work) {
-    switch (work.site.slot_dtype) {
+    switch (work.site->slot_dtype) {
         case SLOTCAR_FLOAT32: return compute_typed<V, Product<V, float>, T, float>(work);
         case SLOTCAR_FLOAT16: return compute_typed<V, Product<V, Float16>, T, Float16>(work);
         default: return compute_typed<V, Product<V, Bfloat16>, T, Bfloat16>(work);
@@ -158,7 +138,7 @@ void compute_for(const Work &work) {
 
 template <class V>
 void compute(const Work &work) {
-    switch (work.batch.dtype) {
+    switch (work.batch->dtype) {
         case SLOTCAR_FLOAT32: return compute_for<V, float>(work);
         case SLOTCAR_FLOAT16: return compute_for<V, Float16>(work);
         default: return compute_for<V, Bfloat16>(work);

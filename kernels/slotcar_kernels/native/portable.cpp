@@ -25,6 +25,13 @@ struct Portable {
         return values;
     }
 
+    static void load_split(const Bfloat16 *from, Reg (&to)[2]) {
+        to[0] = load(from);
+        to[1] = load(from + width);
+    }
+    static void split(Reg (&)[2]) {}
+    static void join(Reg (&)[2]) {}
+
     template <class T>
     static void store(T *to, Reg values) {
         for (int lane = 0; lane < width; ++lane) from_float(values[lane], to[lane]);

@@ -66,31 +66,30 @@ private:
     }
 };
 
-/* The rows of A that a tile is multiplied with, and where the sums go. */
-template <class P>
+/* h[m, r] += Σ_k x[m, k] · a[r, k] for M rows of x and all of A; of each `count` elements, from the start of a chunk on.
+ */
+template <class P, int M>
 struct Shrink {
+    const typename P::X *x[M];
     const typename P::A *a;
-    int64_t a_stride, rank, count;  // `count` elements of each row, from the start of a chunk on
-    float *h;                       // [M, rank]
+    int64_t a_stride, count, rank;
+    float *h;  // [M, rank]
     Ahead *ahead;
 };
 
-template <class P, int M>
-using XRows = const typename P::X *[M];
-
-/* sums[m, n] += x[m] · a[n] at the first `count` elements of the step at k. */
+/* sums[m, n] += x[m, k] · a[n, k] at the first `count` elements of the step at k; the fewer of both are kept. */
 template <class P, int M, int N>
-inline void multiply(const XRows<P, M> &x, const typename P::A *a, int64_t a_stride, int64_t count,
+[[gnu::always_inline]] inline void multiply(const typename P::X *const (&x)[M], const typename P::A *const (&a)[N], int64_t k, int64_t count,
                      typename P::Sum (&sums)[M][N]) {
     if constexpr (M < N) {
         typename P::Reg x_values[M][P::parts], a_values[P::parts];
 #pragma GCC unroll 16
         for (int m = 0; m < M; ++m)
 #pragma GCC unroll 2
-            for (int part = 0; part < P::parts; ++part) x_values[m][part] = P::load_x(x[m], part, count);
+            for (int part = 0; part < P::parts; ++part) x_values[m][part] = P::load_x(x[m] + k, part, count);
 #pragma GCC unroll 16
         for (int n = 0; n < N; ++n) {
-            P::load_a(a + n * a_stride, count, a_values);
+            P::load_a(a[n] + k, count, a_values);
 #pragma GCC unroll 16
             for (int m = 0; m < M; ++m)
 #pragma GCC unroll 2
@@ -100,14 +99,64 @@ inline void multiply(const XRows<P, M> &x, const typename P::A *a, int64_t a_str
     } else {
         typename P::Reg a_values[N][P::parts];
 #pragma GCC unroll 16
-        for (int n = 0; n < N; ++n) P::load_a(a + n * a_stride, count, a_values[n]);
-#pragma GCC unroll 16
-        for (int m = 0; m < M; ++m)
+        for (int n = 0; n < N; ++n) P::load_a(a[n] + k, count, a_values[n]);
 #pragma GCC unroll 2
-            for (int part = 0; part < P::parts; ++part) {
-                const typename P::Reg x_value = P::load_x(x[m], part, count);
+        for (int part = 0; part < P::parts; ++part)
+#pragma GCC unroll 16
+            for (int m = 0; m < M; ++m) {
+                const typename P::Reg x_value = P::load_x(x[m] + k, part, count);
 #pragma GCC unroll 16
                 for (int n = 0; n < N; ++n) sums[m][n] = P::multiply_add(x_value, a_values[n][part], sums[m][n]);
             }
     }
 }
+
+/* h[m, n] += Σ_k x[m, k] · a[n, k] over at most kChunk elements k. */
+template <class P, int M, int N>
+[[gnu::always_inline]] inline void shrink_chunk(const typename P::X *const (&x)[M], const typename P::A *const (&a)[N], int64_t count,
+                         const Shrink<P, M> &work, float *h) {
+    constexpr int64_t line = kLineBytes / static_cast<int64_t>(sizeof(typename P::A));
+    typename P::Sum sums[M][N];
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m)
+#pragma GCC unroll 16
+        for (int n = 0; n < N; ++n) sums[m][n] = P::zero();
+    int64_t k = 0;
+    for (; k + line <= count; k += line) {
+        if (work.ahead) work.ahead->fetch(N);
+#pragma GCC unroll 8
+        for (int64_t i = k; i < k + line; i += P::step) multiply<P, M, N>(x, a, i, P::step, sums);
+    }
+    for (; k + P::step <= count; k += P::step) multiply<P, M, N>(x, a, k, P::step, sums);
+    if (k < count) multiply<P, M, N>(x, a, k, count - k, sums);
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m)
+#pragma GCC unroll 16
+        for (int n = 0; n < N; ++n) h[m * work.rank + n] += P::sum(sums[m][n]);
+}
+
+/* The ranks [r, r + N). */
+template <class P, int M, int N>
+[[gnu::always_inline]] inline void shrink_ranks(const Shrink<P, M> &work, int64_t r) {
+    const typename P::X *x[M];
+    const typename P::A *a[N];
+    for (int64_t k = 0; k < work.count; k += kChunk) {
+        for (int m = 0; m < M; ++m) x[m] = work.x[m] + k;
+        for (int n = 0; n < N; ++n) a[n] = work.a + (r + n) * work.a_stride + k;
+        shrink_chunk<P, M, N>(x, a, least(kChunk, work.count - k), work, work.h + r);
+    }
+}
+
+/* Not inline, so that it's compiled once for all types of x. */
+template <class P, int M, int kAccumulators>
+[[gnu::noinline]] void shrink(const Shrink<P, M> work) {
+    constexpr int N = least(kAccumulators / M, kStreams);
+    int64_t r = 0;
+    for (; r + N <= work.rank; r += N) shrink_ranks<P, M, N>(work, r);
+    for (; r < work.rank; ++r) shrink_ranks<P, M, 1>(work, r);
+}
+
+}  // namespace
+}  // namespace slotcar
+
+#endif

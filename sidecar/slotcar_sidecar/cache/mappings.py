@@ -217,9 +217,7 @@ class Mappings:
         session.last_used[call.mapping_id] = self._state.now()
         residency.pin(call.owner, mapping.slots)
         if self.waiting or self._state.layout.slots is not layout.slots:
-            self._state.publish()
-        else:  # a generation alone is nothing that anybody waits for
-            self._state.device.publish(self._state.layout)
+            self._state.publish()  # a generation alone is nothing that anybody waits for
         return mapping
 
     async def _load_and_set(self, asked: _Asked) -> Mapping | None:

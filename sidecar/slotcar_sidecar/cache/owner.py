@@ -138,6 +138,7 @@ class AdapterCache:
                 wanted=self.limits.device_bytes,
             )
         device.shape(model)
+        device.publish(self.layout)
         self._state.model = model
         self._state.publish()
 

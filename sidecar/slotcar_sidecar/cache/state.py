@@ -36,6 +36,7 @@ class State:
         self.sessions = sessions
         self.tiers = tiers
         self.device = device
+        residency.slots.listen(device.publish)
         self.environment = environment
         self.limits = limits
         self.model: ModelSpec | None = None
@@ -84,8 +85,7 @@ class State:
         return self.environment.clock()
 
     def publish(self) -> None:
-        """Tells everybody who reads slots elsewhere, or waits for a change."""
-        self.device.publish(self.layout)
+        """Tells everybody who waits for a change."""
         self._changed.set()
         self._changed = asyncio.Event()
         for listener in self.listeners:

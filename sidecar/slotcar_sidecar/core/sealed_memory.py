@@ -5,6 +5,7 @@ It has no name, so that nothing is left of it when the last process that has it 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -17,10 +18,13 @@ _F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; not in the fcntl module
 def sealed_memory(name: str, size: int, *, writable: bool) -> tuple[int, mmap.mmap]:
     """A descriptor of `size` bytes of zeros and this process's mapping of them.
 
-    Without `writable`, whoever gets the descriptor can map it for reading only. Raises CapacityExceeded.
+    Without `writable`, whoever gets the descriptor can map it for reading only. Raises CapacityExceeded, also for more
+    than the machine's memory, which the kernel would promise and then kill for.
     """
     descriptor = -1
     try:
+        if size > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
         descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(descriptor, size)
         memory = mmap.mmap(descriptor, size)

@@ -54,7 +54,8 @@ class Slots:
     """The layout with its pins, claims and reservations."""
 
     def __init__(self, layout: Layout, kept: Callable[[], set[Digest]]) -> None:
-        self.layout = layout
+        self._layout = layout
+        self._listener: Callable[[Layout], None] = lambda layout: None
         self.pins = Pins()
         self.reserved: dict[SessionId, int] = {}
         self.queue: deque[object] = deque()
@@ -65,6 +66,20 @@ class Slots:
 
     def __len__(self) -> int:
         return len(self.layout.slots)
+
+    @property
+    def layout(self) -> Layout:
+        return self._layout
+
+    @layout.setter
+    def layout(self, layout: Layout) -> None:
+        self._layout = layout
+        self._listener(layout)
+
+    def listen(self, listener: Callable[[Layout], None]) -> None:
+        """Calls `listener` with the layout of now, and with each later one in the step that makes it."""
+        self._listener = listener
+        listener(self._layout)
 
     @property
     def reserved_slots(self) -> int:

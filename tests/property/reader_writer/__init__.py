@@ -12,8 +12,9 @@ process dies. The ranks and scales of a mapping, its parts, it reads once, befor
 
              sent ─▶ parts read ─▶ parts checked and kept ─▶ checked ─▶ launched ─▶ …
 
-A check is one step: whatever order its words are read in, each is read after the last read of the slot. So is a word,
-which is written whole; `writes_word_whole` says what happens where it is not.
+The first check of a unit reads words alone, every other asks the socket too. A check is one step: whatever order its
+words are read in, each is read after the last read of the slot. So is a word, which is written whole;
+`writes_word_whole` says what happens where it is not.
 
 Steps are sequentially consistent, as I2 demands. What a store buffer would do is what `marks_first` and
 `publishes_before_waiting` exclude, what a missing load fence would do is what `checks_again_after_completion` excludes.

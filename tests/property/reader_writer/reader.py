@@ -55,7 +55,7 @@ class Reader:
             broken = ("PARTS",) if self._direct and forward.parts != forward.expected else ()
             after = after if self._rules.marks_until_completion else after.unmark(mapping.slot)
             return Step("launched", after, broken=broken)
-        objection = self._objection(s, mapping)
+        objection = self._objection(s, mapping, polls=act is not Act.CHECK)
         check = "first check" if act is Act.CHECK else "check of the parts"
         if objection:
             ended = s._replace(forward=None)
@@ -83,10 +83,10 @@ class Reader:
             return "replaced"
         return ""
 
-    def _objection(self, s: State, mapping: Mapping) -> str:
+    def _objection(self, s: State, mapping: Mapping, *, polls: bool = True) -> str:
         """Why a check fails; empty when the mapping may be computed."""
         rules, life = self._rules, s.view
-        over = self._direct and self._is_over(s)
+        over = self._direct and self._is_over(s, polls=polls)
         if over:
             return over
         if rules.compares_epochs and life.layout.epoch != mapping.epoch:
@@ -99,10 +99,10 @@ class Reader:
         readable = life.layout[mapping.slot].state in READABLE
         return "" if readable and letter(life.layout, mapping.slot) == mapping.digest else "another digest"
 
-    def _is_over(self, s: State) -> str:
+    def _is_over(self, s: State, *, polls: bool) -> str:
         """What tells a direct reader that nobody looks after the slots for it any more; empty when nothing does."""
         rules = self._rules
-        if rules.polls_socket and not s.connected:
+        if polls and rules.polls_socket and not s.connected:
             return "the process is gone" if not s.ended else "the session has ended"
         if rules.reads_closed_word and s.view.closed:
             return "closed"

@@ -20,6 +20,7 @@ async def world(modelless: World) -> World:
 @pytest_asyncio.fixture
 async def modelless(tmp_path: Path) -> AsyncIterator[World]:
     """A server that does not know its model yet."""
+    gc.collect()  # what other tests left may have descriptors
     before = open_descriptors()
     made = World(tmp_path / "s.shm")
     yield made

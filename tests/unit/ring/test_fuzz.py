@@ -175,6 +175,7 @@ async def _enemy(world: World, session: str) -> tuple[RawClient, int]:
 
 
 def run(bursts: list[list[Act]]) -> None:
+    gc.collect()
     before = open_descriptors()
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(hostile_beside_honest(Path(folder), bursts))

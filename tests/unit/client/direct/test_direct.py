@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -90,12 +90,16 @@ def test_no_rows_and_no_adapters(writer: SlotsWriter, transport: DirectTransport
     assert_same_bits(found, torch.zeros(2, 40))
 
 
-def test_without_the_library_torch_computes_the_same(
-    writer: SlotsWriter, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+@pytest.fixture
+def without_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """As in an installation that has none."""
     monkeypatch.setattr(native, "_LIBRARY", tmp_path / "_native.so")
-    request.addfinalizer(native._loaded.cache_clear)
     native._loaded.cache_clear()
+    yield
+    native._loaded.cache_clear()
+
+
+def test_without_the_library_torch_computes_the_same(without_library: None, writer: SlotsWriter) -> None:
     transport, mapping, x = connected(writer), writer.map(0, 1), rows(3, "q")
     found = transport.forward(forward(writer, mapping, (2, 1), {"q": x}))["q"]
     assert_close(found, truth([A, A, B], "q", x))
@@ -368,6 +372,10 @@ def mapped_files() -> list[str]:
 
 def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_nothing_is_left_without_the_library_either(without_library: None, writer: SlotsWriter) -> None:
+    test_nothing_is_left_when_it_is_closed(writer)
 
 
 def test_nothing_is_left_when_it_is_closed(writer: SlotsWriter) -> None:
