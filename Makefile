@@ -54,7 +54,7 @@ $(INSTALLED): pyproject.toml hatch_build.py constraints/dev.txt
 demo: $(INSTALLED) ## See three adapters answer side by side, and an eviction that harms nobody
 	$(BIN)/slotcar demo $(DEMO_FLAGS)
 
-test: $(INSTALLED) ## Run the fast part of every suite, under ten minutes on two cores
+test: $(INSTALLED) ## Run the fast part of every suite, ten to fifteen minutes on two cores
 	$(BIN)/pytest -n 2 -m 'not full and not gpu' $(PYTEST_FLAGS)
 
 test-full: $(INSTALLED) ## Run every suite that needs no GPU, the long ones too

@@ -22,7 +22,11 @@ from tests.planes.stub import PLANES
 CRAMPED_BYTES = 10_000
 
 
-@pytest.fixture(scope="session", params=PLANES)
+# Some of the tests use the stream whatever the plane is, so that all of them over it are for the long suites.
+_PLANES = [pytest.param(plane, marks=pytest.mark.full) if plane == "stream" else plane for plane in PLANES]
+
+
+@pytest.fixture(scope="session", params=_PLANES)
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     """The server under test; its model is known. Its engine's Forwards travel over the plane."""
     environment, plane = os.environ, request.param

@@ -55,7 +55,7 @@ class Slots:
 
     def __init__(self, layout: Layout, kept: Callable[[], set[Digest]]) -> None:
         self._layout = layout
-        self._listener: Callable[[Layout], None] = lambda layout: None
+        self._listener: Callable[[Layout], None] = lambda _: None
         self.pins = Pins()
         self.reserved: dict[SessionId, int] = {}
         self.queue: deque[object] = deque()

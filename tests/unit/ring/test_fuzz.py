@@ -187,7 +187,7 @@ QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_bl
 
 
 @given(bursts=BURSTS)
-@settings(max_examples=40, derandomize=True, **QUIET)
+@settings(max_examples=15, derandomize=True, **QUIET)
 def test_garbage_harms_its_own_session_alone(bursts: list[list[Act]]) -> None:
     run(bursts)
 
