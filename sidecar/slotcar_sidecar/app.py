@@ -33,7 +33,7 @@ from slotcar_sidecar.core.ports import Environment, Limits
 from slotcar_sidecar.core.residency import Residency
 from slotcar_sidecar.core.session import Sessions
 from slotcar_sidecar.device.cpu import CpuDevice
-from slotcar_sidecar.device.threads import compute_pool_initializer
+from slotcar_sidecar.device.threads import compute_alone
 from slotcar_sidecar.ops import logs
 from slotcar_sidecar.ops.metrics import Metrics, Snapshot
 from slotcar_sidecar.ring.handshake import Handshakes
@@ -108,9 +108,8 @@ async def run(config: Config) -> None:
 
 
 def _make_cache(config: Config, metrics: Metrics, resources: contextlib.ExitStack) -> AdapterCache:
-    initializer = functools.partial(compute_pool_initializer, 1)
     pools = [
-        ThreadPoolExecutor(count, thread_name_prefix=name, initializer=initializer)
+        ThreadPoolExecutor(count, thread_name_prefix=name, initializer=compute_alone)
         for name, count in (("load", config.load_threads), ("compute", config.compute_threads))
     ]
     for pool in pools:
@@ -208,7 +207,7 @@ def _serve_rings(
 
 
 def _run_ring(ring: RingThread) -> None:
-    compute_pool_initializer(1)
+    compute_alone()
     ring.run()
 
 

@@ -38,7 +38,7 @@ Bench = Literal["kernels", "planes", "step", "load", "mapping", "clients", "e2e"
 """What is measured; also the name of the line's table and plot."""
 
 Peer = Literal["peft", "torch", "grpc-unary", "eventfd", "memcpy", "roof", "in-process", "base", "ten-adapters"]
-"""What ours is compared with: `roof` is a read of the weights or a float32 matrix product, whichever is slower;
+"""What ours is compared with: `roof` is to move all bytes once or a float32 matrix product, whichever is slower;
 `ten-adapters` is ours where ten are registered."""
 
 Call = Callable[[], object]

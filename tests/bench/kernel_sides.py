@@ -114,21 +114,22 @@ def make_ours(batch: Batch, weights: Weights, kernel: Kernel) -> Call:
 
 
 def make_read(batch: Batch, weights: Weights) -> Call:
-    """Reads the weights of the batch's adapters once, each slot's A and B in one go, and their neighbours' too."""
-    site, runs = weights.site, _runs(sorted(set(batch.owners)))
-    slot_bytes = site.a.stride(0) * site.a.element_size()
+    """Reads x and the weights of the batch's adapters once, each slot's A and B in one go, and copies base to out."""
+    stride = weights.site.a.stride(0) * weights.site.a.element_size() // 4
     memory = torch.empty(0, dtype=torch.float32).set_(
-        site.a.untyped_storage(), site.a.storage_offset() * site.a.element_size() // 4, (len(site.a) * slot_bytes // 4,)
+        weights.site.a.untyped_storage(),
+        weights.site.a.storage_offset() * weights.site.a.element_size() // 4,
+        (len(weights.site.a) * stride,),
     )
+    x, out = batch.x.flatten().view(torch.float32), torch.empty_like(batch.base)
+    runs = _runs(sorted(set(batch.owners)))
 
     def read(copy: int) -> Call:
-        parts = [
-            memory[weights.slot(copy, first) * slot_bytes // 4 : weights.slot(copy, last + 1) * slot_bytes // 4]
-            for first, last in runs
-        ]
-        return lambda: [torch.dot(part, part) for part in parts]
+        slots = [(weights.slot(copy, first), weights.slot(copy, last) + 1) for first, last in runs]
+        parts = [x, *(memory[first * stride : stop * stride] for first, stop in slots)]
+        return lambda: ([torch.dot(part, part) for part in parts], out.copy_(batch.base))
 
-    return _Turns([read(copy) for copy in range(weights.copies)], memory)
+    return _Turns([read(copy) for copy in range(weights.copies)], out)
 
 
 def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
@@ -145,7 +146,7 @@ def make_product(case: Case) -> Call:
 
 
 def make_peft(batch: Batch, weights: Weights, adapter_dtype: str) -> Call:
-    """PEFT's mixed batch, with a layer for each copy."""
+    """PEFT's mixed batch, a layer for each copy; each adds to a base of its own, so only its first result is right."""
     layers = [_peft_layer(weights, copy, getattr(torch, adapter_dtype)) for copy in range(weights.copies)]
     for layer in layers:
         layer.base_layer.result = batch.base.clone()

@@ -1,24 +1,22 @@
-"""What it costs to load an adapter: `python -m tests.bench.load [--quick]`.
+"""What it costs to load an adapter of 192 sites, each of 4096 features, whose file is in the page cache.
 
-The adapter has 192 sites of 4096 features; its file is in the page cache. What is measured:
+fill of A, fill: a slot of the CPU device, from verified tensors in the host tier: an adapter whose digest is known, as
+from its second load on. The peer is one memcpy of as many bytes, from memory of the same kind to the slots file. A is
+copied, or cast; B is transposed too. The slots' pages are there before.
 
-  fill        a slot of the CPU device from the verified tensors in the host tier: an adapter whose digest is known.
-              The peer is one memcpy of as many bytes, from the same kind of memory to the same slots file. A alone is
-              copied or cast, B is transposed too.
-  fill        the same against PEFT's load_adapter of the same file, which has no bytes in memory. PEFT runs in the
-              fastest way that it has here: without random values first, and without a cast to float32.
-  first load  reading the file, checking, hashing and filling, against PEFT's load_adapter.
-
-The slots' pages are there before the first measurement, as they are from an adapter's second load on.
+fill and first load, against PEFT's load_adapter of the same file: a first load reads, checks, hashes and fills. PEFT
+runs as it does by itself (`peft_options` "default"), and in the fastest way that it has here ("fastest"): without
+random values first, and without a cast to float32.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
+import itertools
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +33,16 @@ from slotcar_sidecar.store.source import LocalSource
 from slotcar_sidecar.store.weights import HostWeights
 
 from tests.adapters import raw_tensors, write_raw_adapter
-from tests.bench.harness import Call, Record, Took, compare, timed
+from tests.bench.harness import Call, Peer, Record, Took, compare, timed
+from tests.bench.sizes import Size, size_wanted
 
 SITES = tuple(f"layers.{layer}.{name}" for layer in range(32) for name in ("q", "k", "v", "o", "up", "down"))
 FEATURES = 4096
 SLOT, OTHER_SLOT = SlotId(0), SlotId(1)
-MEMCPY_RUNS, PEFT_RUNS = 15, 5
+PEFT_OPTIONS: Mapping[str, Mapping[str, bool]] = {
+    "default": {},
+    "fastest": {"low_cpu_mem_usage": True, "autocast_adapter_dtype": False},
+}
 
 
 @dataclass(frozen=True)
@@ -101,24 +103,23 @@ def make_peft(case: Case) -> PeftModel:
     return get_peft_model(model, LoraConfig(r=1, target_modules=names), autocast_adapter_dtype=False)
 
 
-def against_peft(case: Mapping[str, Any], calls: Mapping[str, Call], folder: Path, model: PeftModel) -> None:
-    """Prints one record per call of ours."""
-    times: dict[str, list[Took]] = {name: [] for name in (*calls, "peft")}
-    for name in map(str, range(PEFT_RUNS + 1)):
+def against_peft(case: Mapping[str, Any], calls: Mapping[str, Call], folder: Path, model: PeftModel, runs: int) -> None:
+    """Prints a record for each call of ours and each way of PEFT's."""
+    times: dict[str, list[Took]] = {name: [] for name in (*calls, *PEFT_OPTIONS)}
+    for turn in range(runs + 1):
         for what, call in calls.items():
             times[what].append(timed(call))
-        times["peft"].append(timed(lambda name=name: load_with_peft(model, folder, name)))
-        model.delete_adapter(name)
-    for what in calls:
-        described = {**case, "what": what, "target": what == "fill", "peft": peft.__version__}
-        Record.of("load", described, ("slotcar", times[what][1:]), ("peft", times["peft"][1:])).printed()
+        for way, options in PEFT_OPTIONS.items():
+            name = f"{way}-{turn}"
+            times[way].append(timed(partial(model.load_adapter, str(folder), name, **options)))
+            model.delete_adapter(name)
+    for what, way in itertools.product(calls, PEFT_OPTIONS):
+        target = {"target": True} if (what, way) == ("fill", "default") else {}
+        described = {**case, "what": what, "peft": peft.__version__, "peft_options": way, **target}
+        Record.of("load", described, ("slotcar", times[what][1:]), ("peft", times[way][1:])).printed()
 
 
-def load_with_peft(model: PeftModel, folder: Path, name: str) -> None:
-    model.load_adapter(str(folder), name, low_cpu_mem_usage=True, autocast_adapter_dtype=False)
-
-
-def run(case: Case, root: Path, target: bool) -> None:
+def run(case: Case, root: Path, size: Size) -> None:
     folder = write_adapter(case, root / "-".join(map(str, asdict(case).values())))
     source, device = LocalSource([root], 1 << 31), make_device(case)
     weights = source.read(str(folder))
@@ -126,38 +127,33 @@ def run(case: Case, root: Path, target: bool) -> None:
         device.fill(slot, weights)
     assert device.matches(SLOT, weights)
 
-    size = device.slot_bytes()
+    def fill() -> None:
+        device.fill(SLOT, weights)
+
+    def first_load() -> None:
+        device.fill(SLOT, source.read(str(folder)))
+
     described = {**asdict(case), "mib": weights.adapter.bytes >> 20, "kernel": native.backend()}
-    marked = {"target": True} if target else {}
-    for what, call, part in (
-        ("fill of A", make_fill_of_a(device, weights), size // 2),
-        ("fill", lambda: device.fill(SLOT, weights), size),
+    marked = {"target": True} if case in TARGETS else {}
+    slot_bytes = device.slot_bytes()
+    for what, call, copied in (
+        ("fill of A", make_fill_of_a(device, weights), slot_bytes // 2),
+        ("fill", fill, slot_bytes),
     ):
-        compare(
-            "load",
-            {**described, "what": what, **marked},
-            ("slotcar", call),
-            {"memcpy": make_memcpy(device, part)},
-            MEMCPY_RUNS,
-        )
-    if target:
-        calls = {
-            "fill": lambda: device.fill(SLOT, weights),
-            "first load": lambda: device.fill(SLOT, source.read(str(folder))),
-        }
-        against_peft(described, calls, folder, make_peft(case))
+        peers: dict[Peer, Call] = {"memcpy": make_memcpy(device, copied)}
+        compare("load", {**described, "what": what, **marked}, ("slotcar", call), peers, size.pick(2, 15, 30))
+    if case in TARGETS:
+        calls = {"fill": fill, "first load": first_load}
+        against_peft(described, calls, folder, make_peft(case), size.pick(1, 3, 7))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="the adapter of 50 MB alone")
-    arguments = parser.parse_args()
+    size = size_wanted(__doc__)
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    cases = TARGETS[1:] if arguments.quick else TARGETS + OTHERS
     with tempfile.TemporaryDirectory(prefix="slotcar-bench-") as temporary:
-        for case in cases:
-            run(case, Path(temporary), case in TARGETS)
+        for case in size.pick(TARGETS[1:], TARGETS, TARGETS + OTHERS):
+            run(case, Path(temporary), size)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 import torch
+from slotcar.shm.mapping import map_file, use_huge_pages
 from slotcar.shm.slots import SlotsGeometry
 from slotcar_kernels.buffers import DTYPE_NAMES
 from slotcar_kernels.sites import SiteSlots
@@ -46,14 +47,16 @@ class PrivateSlots:
             self.sites[name].b[slot].copy_(b.t())
 
 
-def _memory(size: int, kind: str) -> mmap.mmap:
+def _memory(size: int, kind: str) -> memoryview:
+    """With huge pages, where the system has some."""
     if kind == "anonymous":
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    else:
-        descriptor = os.memfd_create("bench-slots", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, size)
-        memory = mmap.mmap(descriptor, size)
-        os.close(descriptor)
-    with contextlib.suppress(OSError):  # a kernel without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        return memoryview(pages)
+    descriptor = os.memfd_create("bench-slots", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, size)
+    memory = map_file(descriptor, size, writable=True)
+    os.close(descriptor)
+    use_huge_pages(memory, 0, size)
     return memory

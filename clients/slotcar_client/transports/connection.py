@@ -15,10 +15,12 @@ import socket
 import weakref
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
+from functools import partial
+from typing import TypeAlias, TypeVar
 
 from google.protobuf.message import DecodeError
 from slotcar.shm.handshake import MAX_DESCRIPTORS, MESSAGE_BYTES
+from slotcar.shm.mapping import map_file
 from slotcar.shm.region import CLOSED_OFFSET, WORD, BadRegion, RegionGeometry
 from slotcar.v1 import engine_service_pb2, plane_pb2
 
@@ -27,6 +29,8 @@ from slotcar_client.errors import AuditFailed, DeadlineExceeded, Unavailable, fr
 # The region and two doorbells, then the slots.
 _DESCRIPTORS = {plane_pb2.PLANE_RING: 3, plane_pb2.PLANE_DIRECT: 4}
 _CLOSED = CLOSED_OFFSET // WORD.size
+
+Memory = TypeVar("Memory")
 
 # Connects a plane of a session that was opened. Raises SlotcarError.
 Connect: TypeAlias = Callable[[engine_service_pb2.SessionOpened, plane_pb2.Plane.ValueType], "Connection"]
@@ -41,7 +45,7 @@ class Connection:
     """
 
     def __init__(
-        self, link: socket.socket, descriptors: Sequence[int], region: mmap.mmap, slots: mmap.mmap | None
+        self, link: socket.socket, descriptors: Sequence[int], region: mmap.mmap, slots: memoryview | None
     ) -> None:
         """Takes the hand-shake socket and the descriptors that came over it, to close them. Raises BadRegion."""
         self.geometry, self.epoch = _read(region)
@@ -122,12 +126,11 @@ def connect(path: str, hello: plane_pb2.PlaneHello, epoch: str, timeout_seconds:
             on_failure.callback(os.close, descriptor)
         opened = _opened(data)
         _audit("the number of descriptors", len(descriptors), _DESCRIPTORS[hello.plane])
-        region = _mapped("the region", descriptors[0], opened.region_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
+        region = _mapped("the region", descriptors[0], opened.region_bytes, mmap.mmap)
         on_failure.callback(_unmap, region)
         slots = None
         if hello.plane == plane_pb2.PLANE_DIRECT:
-            slots = _mapped("the slots file", descriptors[3], opened.slots_bytes, mmap.PROT_READ)
-            on_failure.callback(_unmap, slots)
+            slots = _mapped("the slots file", descriptors[3], opened.slots_bytes, partial(map_file, writable=False))
         _audit("the region's epoch", _read(region)[1], epoch)
         connection = Connection(link, descriptors, region, slots)
         on_failure.pop_all()
@@ -177,8 +180,8 @@ def _opened(data: bytes) -> plane_pb2.PlaneOpened:
     return welcome.opened
 
 
-def _mapped(what: str, descriptor: int, size: int, protection: int) -> mmap.mmap:
-    """The memory behind a descriptor. Raises AuditFailed unless it has that size for as long as it lives."""
+def _mapped(what: str, descriptor: int, size: int, mapped: Callable[[int, int], Memory]) -> Memory:
+    """What `mapped` makes of a descriptor. Raises AuditFailed unless it has that size for as long as it lives."""
     _audit(f"the size of {what}", os.fstat(descriptor).st_size, size)
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
@@ -187,7 +190,7 @@ def _mapped(what: str, descriptor: int, size: int, protection: int) -> mmap.mmap
     if not seals & fcntl.F_SEAL_SHRINK:
         raise AuditFailed(f"{what} can be truncated by others", found=seals, wanted="a seal against shrinking")
     try:
-        return mmap.mmap(descriptor, size, mmap.MAP_SHARED, protection)
+        return mapped(descriptor, size)
     except ValueError as error:
         raise AuditFailed(f"{what} of {size} bytes cannot be mapped: {error}", found=size) from error
 

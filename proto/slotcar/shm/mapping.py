@@ -1,12 +1,11 @@
 """Maps a file of shared memory at an address at which the system can give it huge pages, and asks for them.
 
-A processor reads memory that is in no cache up to a half faster from huge pages. Most systems give shared memory none by
+Weights that are in no cache are read up to a half faster from huge pages. Most systems give shared memory none by
 themselves.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
 import os
@@ -28,7 +27,12 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def map_file(descriptor: int, size: int, *, writable: bool) -> memoryview:
-    """The first `size` bytes of a file, shared, mapped for as long as there is a view of them. Raises OSError."""
+    """The first `size` bytes of a file, shared, mapped for as long as there is a view of them.
+
+    Raises OSError, and ValueError for no bytes.
+    """
+    if size < 1:
+        raise ValueError("a file of no bytes can not be mapped")
     # Its owner unmaps whatever lies there; the file is put over the part that begins well.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     reserved = mmap.mmap(-1, size + _HUGE_BYTES, flags=flags)
@@ -52,8 +56,7 @@ def use_huge_pages(memory: memoryview, start: int, stop: int) -> None:
     for at in range(first, last, _HUGE_BYTES):
         memory[at] = memory[at]  # without any page there is nothing to collapse
     if first < last:
-        with contextlib.suppress(OSError):
-            _libc.madvise(_address(memory) + first, last - first, _MADV_COLLAPSE)
+        _libc.madvise(_address(memory) + first, last - first, _MADV_COLLAPSE)
 
 
 def _address(memory: mmap.mmap | memoryview) -> int:

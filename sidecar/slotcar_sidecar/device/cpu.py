@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import torch
 from slotcar.shm.slots import EPOCH_BYTES, SlotsGeometry
@@ -73,6 +74,8 @@ class CpuDevice:
         self._epoch = epoch
         self._file: SlotsFile | None = None
         self._model: ModelSpec | None = None
+        # What fits, as long as it is there: a look at all values takes as long as a fill.
+        self._checked: WeakValueDictionary[int, HostAdapter] = WeakValueDictionary()
         self._a: dict[str, Tensor] = {}
         self._b: dict[str, Tensor] = {}
         # Per slot, by site; a fill replaces its slot's mapping, and only fills of different slots run at one time.
@@ -114,8 +117,11 @@ class CpuDevice:
     def check(self, weights: HostAdapter) -> None:
         """Raises AdapterInvalid unless the adapter fits the model, and its values fit the slot dtype."""
         assert self._model is not None, "a device is shaped before it is filled"
+        if self._checked.get(id(weights)) is weights:
+            return
         weights.adapter.check_fits(self._model, self.max_rank)
         check_range(host_tensors(weights), self.slot_dtype)
+        self._checked[id(weights)] = weights
 
     def fill(self, slot: SlotId, weights: HostAdapter) -> None:
         """Writes A and Bᵀ, cast to the slot dtype, into a slot, and zeros from each rank up to the padded rank.
@@ -130,6 +136,7 @@ class CpuDevice:
         padded = padded_rank(host.adapter, self.max_rank)
         assert self._file is not None
         self._parts[slot] = {}
+        self._file.use_huge_pages(slot)
         self._file.write_parts(
             slot, [(parts[site].rank, parts[site].scale) if site in parts else (0, 0.0) for site in self._a]
         )

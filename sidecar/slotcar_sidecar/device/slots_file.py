@@ -5,10 +5,10 @@ It has no name, so that nothing is left of it when the last process that has it 
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 from collections.abc import Iterable
+from functools import partial
 
+from slotcar.shm.mapping import map_file, use_huge_pages
 from slotcar.shm.slots import CLOSED_OFFSET, GENERATION_OFFSET, PART, WORD, SlotsGeometry
 
 from slotcar_sidecar.core.ids import SlotId
@@ -24,14 +24,14 @@ class SlotsFile:
     def __init__(self, geometry: SlotsGeometry, epoch: str) -> None:
         """Raises CapacityExceeded."""
         self.geometry = geometry
-        self.descriptor, self.memory = sealed_memory("slotcar-slots", geometry.total_bytes, writable=False)
+        mapped = partial(map_file, writable=True)
+        self.descriptor, self.memory = sealed_memory("slotcar-slots", geometry.total_bytes, mapped, writable=False)
         # One store for each word: struct.pack_into would show readers a zero first.
-        self._words = memoryview(self.memory).cast("Q")
+        self._words = self.memory.cast("Q")
         self._mods = [0] * geometry.slots
         header = geometry.header(epoch)
         self.memory[: len(header)] = header
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            self.memory.madvise(mmap.MADV_HUGEPAGE)
+        self._with_huge_pages: set[SlotId] = set()
 
     def publish(self, layout: Layout) -> None:
         """Tells every reader which slots began to change, before any of their bytes does."""
@@ -40,6 +40,13 @@ class SlotsFile:
                 self._mods[slot] = now.mod_generation
                 self._words[self.geometry.mod_offset(slot) // WORD.size] = now.mod_generation
         self._words[GENERATION_OFFSET // WORD.size] = layout.generation
+
+    def use_huge_pages(self, slot: SlotId) -> None:
+        """Gives a slot huge pages before it is filled for the first time, where the system has some."""
+        if slot not in self._with_huge_pages:
+            self._with_huge_pages.add(slot)
+            start = self.geometry.slot_offset(slot)
+            use_huge_pages(self.memory, start, start + self.geometry.slot_bytes)
 
     def write_parts(self, slot: SlotId, parts: Iterable[tuple[int, float]]) -> None:
         """Writes rank and scale of each site, in the order of the model's."""

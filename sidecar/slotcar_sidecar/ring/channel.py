@@ -7,6 +7,7 @@ end, writes the closed word and shuts the connection, none of which can block.
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import socket
 from dataclasses import dataclass
@@ -71,7 +72,7 @@ class Channel:
         self.terms = terms
         self.geometry = geometry
         self.connection = connection
-        self._region, self.memory = sealed_memory("slotcar-region", geometry.total_bytes, writable=True)
+        self._region, self.memory = sealed_memory("slotcar-region", geometry.total_bytes, mmap.mmap, writable=True)
         try:
             self.doorbell, self.bell = _doorbells()
         except CapacityExceeded:
