@@ -79,6 +79,37 @@ bool good(const char *name, int64_t dtype, int64_t slot_dtype, double allowed) {
     return worst <= allowed;
 }
 
+/* Whether a slot's array has each value of the adapter's, rounded, and zeros behind them. */
+template <class From, class To>
+bool fills(int64_t from_dtype, int64_t to_dtype, int64_t rows, int64_t columns, bool transposed) {
+    const Matrix<From> from(rows * columns, 1);
+    std::vector<To> to((rows + 2) * columns, To{});
+    const SlotcarFill fill{from.stored.data(), from_dtype, transposed, to.data(), rows, columns, 2};
+    if (slotcar_fill(&fill, 1, to_dtype, SLOTCAR_PORTABLE) != SLOTCAR_OK) return false;
+    for (int64_t r = 0; r < rows + 2; ++r)
+        for (int64_t c = 0; c < columns; ++c) {
+            To wanted{};
+            if (r < rows) put(from.values[transposed ? c * rows + r : r * columns + c], wanted);
+            if (to_float(to[r * columns + c]) != to_float(wanted)) return false;
+        }
+    return true;
+}
+
+bool fills_every_array() {
+    bool all = true;
+    for (bool transposed : {false, true})
+        for (int64_t rows : {1, 8, 17})
+            for (int64_t columns : {1, 64, 131}) {
+                all &= fills<float, float>(SLOTCAR_FLOAT32, SLOTCAR_FLOAT32, rows, columns, transposed);
+                all &= fills<float, Bfloat16>(SLOTCAR_FLOAT32, SLOTCAR_BFLOAT16, rows, columns, transposed);
+                all &= fills<float, Float16>(SLOTCAR_FLOAT32, SLOTCAR_FLOAT16, rows, columns, transposed);
+                all &= fills<Bfloat16, Bfloat16>(SLOTCAR_BFLOAT16, SLOTCAR_BFLOAT16, rows, columns, transposed);
+                all &= fills<Float16, float>(SLOTCAR_FLOAT16, SLOTCAR_FLOAT32, rows, columns, transposed);
+            }
+    printf("fill: %s\n", all ? "right" : "wrong");
+    return all;
+}
+
 }  // namespace
 
 int main() {
@@ -87,5 +118,6 @@ int main() {
     all &= good<Float16, Float16>("float16", SLOTCAR_FLOAT16, SLOTCAR_FLOAT16, 1.0 / 2048 + 1e-5);
     all &= good<Bfloat16, Bfloat16>("bfloat16", SLOTCAR_BFLOAT16, SLOTCAR_BFLOAT16, 1.0 / 256 + 1e-5);
     all &= good<Bfloat16, float>("bfloat16, float32 slots", SLOTCAR_BFLOAT16, SLOTCAR_FLOAT32, 1.0 / 256 + 1e-5);
+    all &= fills_every_array();
     return all ? 0 : 1;
 }

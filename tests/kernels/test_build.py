@@ -83,7 +83,7 @@ def test_sanitizers_find_nothing_in_the_sweeps(build_native: ModuleType, compile
     environment = sanitized(compiler)
     planted = python([RUN_WITH_LIBRARY + READ_TOO_MUCH, str(library)], environment)
     assert "heap-buffer-overflow" in planted.stderr, planted.stderr[-2000:]
-    sweeps = ["test_cpu.py", "test_native.py"]
+    sweeps = ["test_cpu.py", "test_fill.py", "test_native.py"]
     tests = [*(f"tests/kernels/{name}" for name in sweeps), "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
     found = python([RUN_WITH_LIBRARY + RUN_TESTS, str(library), *tests, "-k", "not torch- and not newer"], environment)
     assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-4000:]

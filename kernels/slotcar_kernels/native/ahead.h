@@ -14,7 +14,6 @@
 namespace slotcar {
 namespace {
 
-constexpr int64_t kLineBytes = 64;
 constexpr int64_t kAheadBytes = 160 << 10;  // a part of an L2 cache
 
 /* A or B of a piece, in the order in which a tile reads it: panel after panel of columns, in each row after row. */

@@ -11,7 +11,7 @@
 #ifndef SLOTCAR_FILL_H
 #define SLOTCAR_FILL_H
 
-#include "ahead.h"
+#include "internal.h"
 #include "tiles.h"
 #include "transpose.h"
 
@@ -22,7 +22,7 @@ constexpr int64_t kFillColumns = 64;  // of a tile: at least two cache lines of 
 constexpr int64_t kFillRows = 8;      // of a band
 constexpr int64_t kCastRun = 1024;    // elements that are cast before they are written
 
-/* Memory of one kind to another place. */
+/* Bytes as they are. */
 template <class V>
 inline void write_bytes(const void *from, void *to, int64_t bytes) {
     const char *source = static_cast<const char *>(from);
@@ -71,13 +71,12 @@ template <class V, class From, class To>
 void fill_typed(const SlotcarFill &fill) {
     const From *from = static_cast<const From *>(fill.from);
     To *to = static_cast<To *>(fill.to);
-    if (!fill.rows) {
-    } else if (fill.transposed) {
+    const int64_t values = fill.rows * fill.columns, zeros = fill.zero_rows * fill.columns;
+    if (values && fill.transposed)
         write_transposed<V>(from, to, fill.rows, fill.columns);
-    } else {
-        write_run<V>(from, to, fill.rows * fill.columns);
-    }
-    memset(to + fill.rows * fill.columns, 0, static_cast<size_t>(fill.zero_rows * fill.columns) * sizeof(To));
+    else if (values)
+        write_run<V>(from, to, values);
+    if (zeros) memset(to + values, 0, static_cast<size_t>(zeros) * sizeof(To));
 }
 
 template <class V, class To>

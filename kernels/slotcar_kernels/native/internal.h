@@ -6,6 +6,8 @@
 
 namespace slotcar {
 
+constexpr int64_t kLineBytes = 64;  // of a cache
+
 constexpr int64_t kScratchValues = SLOTCAR_MAX_RANK;  // of h: 64 rows of rank 256, or fewer of a higher one
 constexpr int64_t kBlockRows = 64;
 constexpr int64_t kTileRows = 4;  // that are kept in registers

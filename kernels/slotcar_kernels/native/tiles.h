@@ -2,8 +2,8 @@
  *
  * Both are over a vector type V, a struct of static functions over `Reg`, which holds `width` floats: zero, broadcast,
  * load (from float, Float16 or Bfloat16), store (to any of them, rounded), add, fma, sum (across the lanes, in a fixed
- * tree); `accumulators` says how many registers a tile may keep sums in. Which lanes and which order a sum has must not
- * depend on the tile: see the promise in lora.h.
+ * tree), stream_line (a cache line to its place, past the caches where it can); `accumulators` says how many registers a
+ * tile may keep sums in. Which lanes and which order a sum has must not depend on the tile: see the promise in lora.h.
  *
  * bfloat16 weights are taken as the two halves of 32-bit lanes, which costs half of what widening each does: load_split
  * gives the even ones of 2 · width neighbours, then the odd ones, as `split` does with two vectors of neighbours; `join`

@@ -177,7 +177,8 @@ class _Play:
             with contextlib.suppress(AdapterNotFound):
                 decoder.step()
                 raise StageError("a step was computed without its adapter")
-        events.wait_for("forward_stale")
+        if session.transport != "direct":  # there the client refuses by itself, and tells nobody
+            events.wait_for("forward_stale")
         self._say(
             f"[yellow]LAYOUT_STALE[/]: the Forward was refused, the client mapped again by digest, and "
             f"{mapping.digests[a][:19]} is gone. No token was delivered; the step is undone."

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from slotcar.shm import region
+from slotcar.shm.mapping import map_file
 from slotcar.v1 import engine_service_pb2, layout_pb2, model_pb2, plane_pb2, tensor_pb2
 from slotcar_client.effects import Call
 from slotcar_client.entries import BASE, Target
@@ -75,14 +76,14 @@ class SlotsWriter:
             raise self.refusal
         assert plane == plane_pb2.PLANE_DIRECT
         link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        descriptor, memory = sealed_memory("slotcar-region", self.geometry.total_bytes, writable=True)
+        descriptor, memory = sealed_memory("slotcar-region", self.geometry.total_bytes, mmap.mmap, writable=True)
         header = self.geometry.header(self.epoch)
         memory[: len(header)] = header
         self.links.append(link)
         self.regions.append(memory)
         file = self.device.file
         assert file is not None
-        slots = mmap.mmap(file.descriptor, len(file.memory), mmap.MAP_SHARED, mmap.PROT_READ)
+        slots = map_file(file.descriptor, len(file.memory), writable=False)
         descriptors = [descriptor, os.eventfd(0), os.eventfd(0), os.dup(file.descriptor)]
         return Connection(theirs, descriptors, mmap.mmap(descriptor, len(memory)), slots)
 

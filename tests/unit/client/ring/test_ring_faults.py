@@ -122,7 +122,7 @@ def test_nothing_is_left_of_connections(child: Child) -> None:
             unread = session.forward_async({"q": X})
             assert descriptors() > before
         del unread
-    assert descriptors() == before
+    assert descriptors() <= before  # what other tests left may go meanwhile
     client.close()
 
 
