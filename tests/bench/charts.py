@@ -130,7 +130,10 @@ def _rates(name: str) -> Callable[[Line], dict[str, float]]:
 CHARTS: Mapping[str, Chart] = {
     "kernels": Chart(
         "Kernels: how many times as fast as each peer",
-        lambda case: f"{case['dtype']}, rank {case['rank']}, {case['tokens']} tokens, {case['adapters']} adapters",
+        lambda case: (
+            f"{case['dtype']}, {case['hidden']} features, rank {case['rank']}, {case['tokens']} tokens, "
+            f"{case['adapters']} adapters {case['popularity']}"
+        ),
         lambda line: {line["peer"]: line["ratio"]},
     ),
     "planes": Chart(

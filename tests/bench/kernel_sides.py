@@ -32,6 +32,10 @@ class Case:
     popularity: str = "uniform"
 
     @property
+    def is_zipf(self) -> bool:
+        return self.popularity == "zipf"
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
@@ -50,7 +54,7 @@ class Batch:
     def of(cls, case: Case) -> Batch:
         dice = random.Random(0)
         owners = [token % case.adapters for token in range(case.tokens)]
-        if case.popularity == "zipf":
+        if case.is_zipf:
             shares = [1 / (adapter + 1) for adapter in range(case.adapters)]
             owners = dice.choices(range(case.adapters), shares, k=case.tokens)
         dice.shuffle(owners)

@@ -46,7 +46,7 @@ FEWEST_RUNS, MOST_RUNS = 15, 200
 
 
 def cases(size: Size) -> Iterator[Case]:
-    """Those that targets speak of first; all others in the full size only."""
+    """The targets' first; in the full size all others follow, at one rank also of another width or zipf."""
     wanted = list(itertools.product(DTYPES, RANKS, DECODE + PREFILL))
     first = [Case(tokens, adapters, rank, 4096, dtype) for dtype, rank, (tokens, adapters) in wanted]
     if size is Size.SMOKE:
@@ -54,11 +54,13 @@ def cases(size: Size) -> Iterator[Case]:
     yield from first
     if size is not Size.FULL:
         return
-    shapes = itertools.product(DTYPES, (4096, 2048), RANKS, TOKENS, ADAPTERS, ("uniform", "zipf"))
-    for dtype, hidden, rank, tokens, adapters, popularity in shapes:
-        case = Case(tokens, adapters, rank, hidden, dtype, popularity)
-        if adapters <= tokens and case not in first and (popularity == "uniform" or adapters > 1):
-            yield case
+    for dtype, rank, tokens, adapters in itertools.product(DTYPES, RANKS, TOKENS, ADAPTERS):
+        case = Case(tokens, adapters, rank, 4096, dtype)
+        variants = [case]
+        if rank == 16:
+            variants += [replace(case, hidden=2048), replace(case, popularity="zipf")]
+        if adapters <= tokens:
+            yield from (one for one in variants if one not in first and (adapters > 1 or not one.is_zipf))
 
 
 def run(case: Case, size: Size, kernel: Kernel) -> None:
@@ -91,7 +93,7 @@ def run(case: Case, size: Size, kernel: Kernel) -> None:
 
 def _target(case: Case, record: Record) -> Mapping[str, Any]:
     """Whether a target speaks of this line."""
-    shape, is_plain = (case.tokens, case.adapters), case.popularity == "uniform" and case.hidden == 4096
+    shape, is_plain = (case.tokens, case.adapters), case.hidden == 4096 and not case.is_zipf
     peers = {"peft", "roof"} if shape in DECODE else {"roof"} if shape in PREFILL else set()
     return {"target": True} if is_plain and record.peer in peers else {}
 

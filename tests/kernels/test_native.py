@@ -122,6 +122,16 @@ def test_threads_do_not_change_bits(compiled: Kernel, threads: int) -> None:
         assert_same_bits(several, one)
 
 
+@pytest.mark.parametrize("rows", [1, 5, 9, 130])
+def test_one_segment_on_several_threads_has_the_same_bits(compiled: Kernel, rows: int) -> None:
+    """Its rows are shared out, in whole tiles."""
+    site = site_slots(1100, 600, torch.bfloat16, ranks=RANKS)
+    x, base = randn(rows, 1100, torch.bfloat16), randn(rows, 600, torch.bfloat16, seed=1)
+    one, *others = (compute(Kernel(compiled.name, threads), [(6, rows)], x, site, base) for threads in (1, 2, 3, 64))
+    for several in others:
+        assert_same_bits(several, one)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_instruction_sets_agree(compiled: Kernel, dtype: torch.dtype) -> None:
     entries: Entries = [(slot, 3) for slot in range(len(RANKS))]
