@@ -37,7 +37,7 @@ def prepared_calls(
     out = torch.empty(plan.rows, slots.out_features, dtype=x.dtype)
     call.use(native_plan, [native.address(ranks)], [native.address(scales)])
     call.point(x, [out], [base])
-    kept_alive = native_plan, ranks, scales, x, out, base, guard, ends
+    kept_alive = native_plan, call, slots, ranks, scales, x, out, base, guard, ends
     guarded = call.guarded(guard.address)
     assert call.run() == guarded() == 0
     return functools.partial(_run, guarded, kept_alive), functools.partial(_run, call.run, kept_alive)

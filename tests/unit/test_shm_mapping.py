@@ -6,6 +6,7 @@ import ctypes
 import errno
 import gc
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,7 +65,9 @@ def test_it_stays_as_long_as_there_is_a_view(descriptor: int) -> None:
     assert mapped_bytes() == 0
 
 
-@pytest.mark.parametrize(("start", "stop"), [(0, SIZE), (4096, SIZE), (100, 200), (HUGE, HUGE), (SIZE, SIZE)])
+@pytest.mark.parametrize(
+    ("start", "stop"), [(0, SIZE), (4096, SIZE), (100, 200), (HUGE - 1, HUGE + 1), (HUGE, HUGE), (SIZE, SIZE)]
+)
 def test_huge_pages_change_no_byte_for_anybody(descriptor: int, start: int, stop: int) -> None:
     memory, theirs = map_file(descriptor, SIZE, writable=True), map_file(descriptor, SIZE, writable=False)
     pattern = bytes(range(251)) * (SIZE // 251 + 1)
@@ -85,3 +88,22 @@ def test_what_can_not_be_mapped_says_why(descriptor: int) -> None:
     assert caught.value.errno == errno.ENODEV
     os.close(read)
     os.close(write)
+
+
+def test_neighbours_may_write_while_huge_pages_are_made(descriptor: int) -> None:
+    """Another thread counts up a word in the same huge page: no count is lost."""
+    memory = map_file(descriptor, SIZE, writable=True)
+    words, done = memory[: SIZE // 8 * 8].cast("Q"), threading.Event()
+
+    def count() -> None:
+        while not done.is_set():
+            words[0] += 1
+            words[1] = words[0]
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    for block in range(3):
+        use_huge_pages(memory, block * HUGE + 4096, (block + 1) * HUGE - 4096)
+    done.set()
+    thread.join()
+    assert words[0] == words[1] > 0

@@ -48,15 +48,19 @@ def map_file(descriptor: int, size: int, *, writable: bool) -> memoryview:
 
 
 def use_huge_pages(memory: memoryview, start: int, stop: int) -> None:
-    """Asks for huge pages where they fit whole into [start, stop) of a writable `map_file`; its bytes stay.
+    """Asks for huge pages for [start, stop) of a writable `map_file`, and for what shares one with it; all bytes stay.
 
-    Where the system has none nothing happens. Nobody else may write there meanwhile.
+    Where the system has none nothing happens. Nobody else may write to [start, stop) meanwhile; what lies around it may
+    be read and written.
     """
-    first, last = -(-start // _HUGE_BYTES) * _HUGE_BYTES, stop // _HUGE_BYTES * _HUGE_BYTES
+    first = start // _HUGE_BYTES * _HUGE_BYTES
+    last = min(-(-stop // _HUGE_BYTES), len(memory) // _HUGE_BYTES) * _HUGE_BYTES
+    if start >= stop or first >= last:
+        return
     for at in range(first, last, _HUGE_BYTES):
-        memory[at] = memory[at]  # without any page there is nothing to collapse
-    if first < last:
-        _libc.madvise(_address(memory) + first, last - first, _MADV_COLLAPSE)
+        mine = max(at, start)
+        memory[mine] = memory[mine]  # without any page there is nothing to collapse
+    _libc.madvise(_address(memory) + first, last - first, _MADV_COLLAPSE)
 
 
 def _address(memory: mmap.mmap | memoryview) -> int:
