@@ -93,6 +93,7 @@ class StepExecutor(Executor):
             result = fn(*args)
         except BaseException as error:
             future.set_exception(error)
+            del future  # as a real pool does: the error's traceback leads to this frame
         else:
             future.set_result(result)
 
@@ -106,7 +107,10 @@ class InlineExecutor(Executor):
             future.set_result(fn(*args, **kwargs))
         except BaseException as error:
             future.set_exception(error)
-        return future
+        try:
+            return future
+        finally:
+            del future  # as above
 
 
 @dataclass

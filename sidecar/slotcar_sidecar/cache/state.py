@@ -113,4 +113,8 @@ class State:
                 task.exception()
 
         task.add_done_callback(forget)
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        finally:
+            # The traceback of its error leads to this frame: together they, and what was asked for, would stay.
+            del task

@@ -8,7 +8,7 @@ one of them sees the other. That needs writes and reads in one order for all, wh
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
@@ -20,19 +20,22 @@ _NOTHING: frozenset[SlotId] = frozenset()
 class Mark:
     """What one thread reads and for whom, and whether the owner waits for it to end.
 
-    `ended` is called by the thread when a reading that the owner waits for is over; it must be safe in any thread.
+    `readings` is how many it has begun so far. `ended` is called by the thread when a reading that the owner waits for
+    is over; it must be safe in any thread.
     """
 
-    __slots__ = ("_ended", "awaited", "reader", "slots")
+    __slots__ = ("_ended", "awaited", "reader", "readings", "slots")
 
     def __init__(self, ended: Callable[[], object]) -> None:
         self.reader: object | None = None
+        self.readings = 0
         self.slots = _NOTHING
         self.awaited = False
         self._ended = ended
 
     def begin(self, reader: object, slots: frozenset[SlotId]) -> None:
         """The thread reads `slots` from now on; only what it looks up afterwards tells whether it may."""
+        self.readings += 1
         self.reader = reader
         self.slots = slots
 
@@ -52,7 +55,7 @@ class Marks:
         self._readers: dict[SlotId, set[object]] = defaultdict(set)
         self._threads: set[Mark] = set()
         self._when_unread: dict[SlotId, list[Callable[[], None]]] = defaultdict(list)
-        self._when_ended: list[tuple[object, Callable[[], None]]] = []
+        self._when_ended: list[tuple[Callable[[Mark], bool], Callable[[], None]]] = []
 
     @contextmanager
     def reading(self, slots: Iterable[SlotId]) -> Iterator[None]:
@@ -85,20 +88,22 @@ class Marks:
         self.look((slot,))
 
     def when_ended(self, reader: object, call: Callable[[], None]) -> None:
-        """Calls once when no thread reads for `reader`; at once if none does now."""
-        self._when_ended.append((reader, call))
+        """Calls once when what threads read for `reader` now has ended, whatever they begin for it meanwhile."""
+        now = {mark: mark.readings for mark in self._threads if mark.reader is reader}
+        self._when_ended.append((partial(_still_reads, now), call))
         self.look(())
 
     def look(self, slots: Iterable[SlotId] | None = None) -> None:
-        """Calls what waits for slots, by default all, that nobody reads now, and for readers who have ended."""
+        """Calls what waits for slots, by default all, that nobody reads now, and for readings that have ended."""
         for slot in tuple(self._when_unread) if slots is None else slots:
             waiting = self._when_unread.get(slot) and not self._readers[slot]
             if waiting and not self._await(partial(_reads, slot)):
                 for call in self._when_unread.pop(slot):
                     call()
-        for reader, call in tuple(self._when_ended):
-            if not self._await(partial(_reads_for, reader)):
-                self._when_ended.remove((reader, call))
+        for waiting_for in tuple(self._when_ended):
+            reads, call = waiting_for
+            if not self._await(reads):
+                self._when_ended.remove(waiting_for)
                 call()
 
     def _await(self, reads: Callable[[Mark], bool]) -> bool:
@@ -112,5 +117,6 @@ def _reads(slot: SlotId, mark: Mark) -> bool:
     return slot in mark.slots
 
 
-def _reads_for(reader: object, mark: Mark) -> bool:
-    return mark.reader is reader
+def _still_reads(readings: Mapping[Mark, int], mark: Mark) -> bool:
+    """Whether the mark's reading is the one of that number."""
+    return mark.reader is not None and readings.get(mark) == mark.readings

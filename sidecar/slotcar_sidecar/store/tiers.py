@@ -54,7 +54,10 @@ class SourceAndHost:
         if read is None:
             read = self._reads[key] = asyncio.create_task(self._read(uri))
             read.add_done_callback(lambda _: self._reads.pop(key, None))
-        weights = await asyncio.shield(read)
+        try:
+            weights = await asyncio.shield(read)
+        finally:
+            del read  # its error's traceback leads to this frame
         if wanted is not None and weights.adapter.digest != wanted:
             raise DigestMismatch(uri, found=weights.adapter.digest, wanted=wanted)
         return weights
