@@ -193,7 +193,7 @@ def test_a_restart_is_survived_by_digest(client: Client, root: Path, sidecar: Si
         eventually(answers)
         client.load("sql", root / "sql")
         assert torch.equal(session.forward({Q: torch.ones(3, 64)})[Q], before)
-        assert session.recoveries["SESSION_NOT_FOUND"] == 1
+        assert session.recoveries["SESSION_NOT_FOUND"]  # one for each try, as gRPC may be away for longer than a ring
         assert session.layout.version.epoch != epoch
         client.load("chat", root / "chat")
         session.set_mapping([("chat", 3)])
