@@ -79,8 +79,9 @@ format: $(INSTALLED) ## Format the code and fix what ruff can fix
 proto: $(INSTALLED) ## Regenerate slotcar.v1 and docs/api.md from proto/slotcar/v1/*.proto
 	$(BIN)/python proto/generate.py
 
-docs: $(INSTALLED) ## Rewrite the table of flags in docs/operations.md
+docs: $(INSTALLED) ## Rewrite the tables of docs/operations.md (flags) and docs/adapters.md (which adapters work)
 	$(BIN)/python -m tests.golden.flags
+	$(BIN)/python -m tests.golden.adapters
 
 golden: $(INSTALLED) ## Accept a change of the wire format into tests/golden
 	$(BIN)/python -m tests.golden.wire > $(WIRE).new

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
@@ -67,6 +67,10 @@ class SidecarProcess:
         assert self.process is not None
         self.process.kill()
         self.process.wait(STOP_SECONDS)
+
+    def again(self) -> Self:
+        """A later life of it, not yet started."""
+        return replace(self, process=None)
 
     def pause(self) -> None:
         """SIGSTOP."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Self, TypeVar, Unpack
 
@@ -19,8 +20,10 @@ from slotcar_client.upload import Upload
 from slotcar_client.values import (
     AdapterInfo,
     Capacity,
+    DesiredSet,
     Estimate,
     LoadReport,
+    Prefetched,
     SessionInfo,
     Snapshot,
     UnloadReport,
@@ -116,6 +119,18 @@ class Client:
     def estimate(self, source: str | os.PathLike[str]) -> Estimate:
         """What a load of `source` would take, and whether it would be accepted. Has no effect."""
         return self._run(verbs.estimate(source))
+
+    def prefetch(self, refs: Iterable[str], *, tier: str = "device") -> tuple[Prefetched, ...]:
+        """Brings adapters that the server knows nearer, each as far as that costs nobody anything.
+
+        Into slots that are free or whose adapters nobody pins, keeps or has used meanwhile. One that gets no further is
+        no error: `why_not` says why. It goes on at the server when the deadline of the call is over.
+        """
+        return self._run(verbs.prefetch(refs, tier))
+
+    def desired(self) -> DesiredSet:
+        """What the server's file of adapters declares, and how far each entry is."""
+        return self._run(verbs.desired())
 
     def capacity(self) -> Capacity:
         """How full each tier is and what is promised to whom."""

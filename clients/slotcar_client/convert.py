@@ -79,6 +79,7 @@ def adapter(message: adapter_pb2.Adapter) -> values.AdapterInfo:
         keep=message.keep,
         pins=message.pins,
         sites=tuple(message.sites),
+        history=tuple(message.history),
     )
 
 
@@ -128,9 +129,41 @@ def estimate(message: adapter_service_pb2.EstimateAdapterResponse) -> values.Est
     )
 
 
+def prefetched(message: adapter_service_pb2.PrefetchedAdapter) -> values.Prefetched:
+    found = adapter(message.adapter) if message.HasField("adapter") else None
+    return values.Prefetched(message.ref, found, message.why_not)
+
+
+def desired_file(message: adapter_service_pb2.DesiredFile) -> values.DesiredFile:
+    return values.DesiredFile(message.path, message.version, message.prune, message.reason, message.message)
+
+
+def desired_adapter(message: adapter_service_pb2.DesiredAdapter) -> values.DesiredAdapter:
+    desired, state = adapter_service_pb2.Desired.Name, adapter_service_pb2.DesiredState.Name
+    return values.DesiredAdapter(
+        name=message.name,
+        place=message.place,
+        desired=_word(desired, "DESIRED_", message.desired) if message.desired else "",
+        source=message.source,
+        digest=message.digest,
+        tier=tier(message.target_tier) if message.target_tier else "",
+        state=_word(state, "DESIRED_STATE_", message.state),
+        reason=message.reason,
+        message=message.message,
+        attempts=message.attempts,
+        next_try_seconds=seconds(message.next_try) if message.HasField("next_try") else None,
+        since_seconds=seconds(message.since),
+    )
+
+
 def capacity(message: adapter_service_pb2.GetCapacityResponse) -> values.Capacity:
-    counts = {field.name: getattr(message, field.name) for field in fields(values.Capacity) if field.name != "version"}
-    return values.Capacity(version=version(message.layout), **counts)
+    counts = {
+        field.name: getattr(message, field.name)
+        for field in fields(values.Capacity)
+        if field.name not in ("version", "restore_failures")
+    }
+    failures = tuple(values.RestoreFailure(each.ref, each.why_not) for each in message.restore_failures)
+    return values.Capacity(version=version(message.layout), restore_failures=failures, **counts)
 
 
 def session(message: adapter_service_pb2.SessionStatus) -> values.SessionInfo:

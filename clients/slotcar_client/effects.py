@@ -44,11 +44,16 @@ class Call:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardCall:
-    """What a caller wants computed: {site: x [rows, in_features]}, and {site: base [rows, out_features]} to add to."""
+    """What a caller wants computed: {site: x [rows, in_features]}, and {site: base [rows, out_features]} to add to.
+
+    aux: {site: indices [rows], or the base model's output}; out_dtype: of the result where no other tensor says it.
+    """
 
     inputs: ReadOnlyDict[str, torch.Tensor]
     row_counts: tuple[int, ...]
     base: ReadOnlyDict[str, torch.Tensor] | None = None
+    aux: ReadOnlyDict[str, torch.Tensor] | None = None
+    out_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

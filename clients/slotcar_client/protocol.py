@@ -167,10 +167,11 @@ def check_forward(
     _audit("digests", list(response.digests), list(mapping.entry_digests))
     _audit("epoch", response.layout.epoch, mapping.version.epoch)
     _audit("outputs", len(response.outputs), len(request.items))
-    rows, dtype = request.items[0].x.rows, request.items[0].x.dtype
-    for index, output in enumerate(response.outputs):
+    rows, x = sum(request.row_counts), request.items[0].x
+    for index, (item, output) in enumerate(zip(request.items, response.outputs, strict=True)):
+        x = item.x if item.HasField("x") else x
         _audit(f"outputs[{index}].rows", output.rows, rows)
-        _audit(f"outputs[{index}].dtype", output.dtype, dtype)
+        _audit(f"outputs[{index}].dtype", output.dtype, item.out_dtype or x.dtype)
 
 
 def check_size(request: engine_service_pb2.ForwardRequest, tensor_bytes: int, max_message_bytes: int) -> None:

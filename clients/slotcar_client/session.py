@@ -134,8 +134,12 @@ class Session(MappedSession):
         self._follower = None
 
     def sites_of(self, mapping: Mapping) -> tuple[frozenset[str], ...]:
-        """The sites for which each entry's adapter has weights; none for BASE. Cached by digest."""
-        return self._run(self._state.sites_of(mapping))
+        """The sites of the model at which each entry's adapter has weights; none for BASE. Cached by digest."""
+        return tuple(known.adapted for known in self._run(self._state.sites_of(mapping)))
+
+    def sites_needing_base(self, mapping: Mapping) -> tuple[frozenset[str], ...]:
+        """Those of them at which `forward` needs the base model's output, as `base` or as `aux`."""
+        return tuple(known.needing_base for known in self._run(self._state.sites_of(mapping)))
 
     def _set_mapping(self, mapping_id: int, entries: Entries) -> Mapping:
         return self._run(self._state.map(MappingWish(mapping_id, entries)))

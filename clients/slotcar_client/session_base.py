@@ -139,19 +139,24 @@ class MappedSession:
         row_counts: Sequence[int] | None = None,
         base: ReadOnlyDict[str, torch.Tensor] | None = None,
         *,
+        aux: ReadOnlyDict[str, torch.Tensor] | None = None,
         mapping: Mapping | None = None,
     ) -> dict[str, torch.Tensor]:
-        """{site: scale · (x Aᵀ) Bᵀ} of each row's adapter, or base + that, for the rows of a mapping.
+        """{site: the delta of each row's adapter}, or base + that, for the rows of a mapping.
 
+        delta = scale · (x Aᵀ) Bᵀ, and what DoRA and biases add to it. Features are those of this rank.
         inputs: {site: x [rows, in_features]}, float32, float16 or bfloat16; sites with the very same x send it once.
         row_counts: rows per entry, in order; by default the mapping's own counts.
         base: {site: y [rows, out_features]} of the same dtype; rows of BASE come back bit for bit.
+        aux: int32 or int64 [rows] at embeddings, the ids of tokens, in place of x, and at experts, the expert of each
+        row; at other sites the base model's output, which DoRA needs where there is no `base`.
         mapping: by default the last one that was set.
-        The outputs are [rows, out_features] with the dtype and device of x. Raises SlotcarError.
+        The outputs are [rows, out_features] with the dtype and device of x; at an embedding of the base, or without one
+        with the model's dtype. Raises SlotcarError.
         """
         with self._lock:
             self._check_open()
-            first, failed = self._state.first_forward(inputs, row_counts, base, mapping), None
+            first, failed = self._state.first_forward(inputs, row_counts, base, mapping, aux), None
             if self._state.is_settled:
                 try:
                     return self._choice.transport.forward(first)
@@ -165,16 +170,17 @@ class MappedSession:
         row_counts: Sequence[int] | None = None,
         base: ReadOnlyDict[str, torch.Tensor] | None = None,
         *,
+        aux: ReadOnlyDict[str, torch.Tensor] | None = None,
         mapping: Mapping | None = None,
     ) -> PendingForward:
         """`forward`, whose result, or failure, its handle gives when it is wanted: several may be under way, in order.
 
         On the ring it returns when the tensors are in shared memory; when there is no room for them, it waits for the
-        oldest. On another plane it computes at once. Do not change `inputs` and `base` before the result is there: a
+        oldest. On another plane it computes at once. Do not change the tensors before the result is there: a
         call that has to be repeated, as after a re-map, reads them again. Closing the session ends what is under way
         with SessionClosed.
         """
-        return PendingForward(partial(self._send, inputs, row_counts, base, mapping), self._collect, self._is_done)
+        return PendingForward(partial(self._send, inputs, row_counts, base, mapping, aux), self._collect, self._is_done)
 
     def _send(
         self,
@@ -182,11 +188,12 @@ class MappedSession:
         row_counts: Sequence[int] | None,
         base: ReadOnlyDict[str, torch.Tensor] | None,
         mapping: Mapping | None,
+        aux: ReadOnlyDict[str, torch.Tensor] | None,
     ) -> Ahead | dict[str, torch.Tensor]:
         """Sends a Forward ahead; where that cannot be, its outputs."""
         with self._lock:
             self._check_open()
-            first, failed = self._state.first_forward(inputs, row_counts, base, mapping), None
+            first, failed = self._state.first_forward(inputs, row_counts, base, mapping, aux), None
             if self._state.is_settled:
                 try:
                     sent = self._choice.transport.send(first)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from slotcar.v1 import adapter_service_pb2, engine_service_pb2, model_pb2
 
 from slotcar_client import convert, protocol
-from slotcar_client.adapter_sites import AdapterSites
+from slotcar_client.adapter_sites import AdapterSites, KnownSites
 from slotcar_client.config import client_version
 from slotcar_client.effects import Call, Forward, ForwardCall, Open, Plan, Stale, Use, Wait
 from slotcar_client.entries import Entries, Entry, parse_entries
@@ -32,6 +32,7 @@ from slotcar_client.holds import Holds, Make
 from slotcar_client.options import SessionOptions
 from slotcar_client.protocol import HoldWish, MappingWish
 from slotcar_client.recovery import MAX_STEPS, Patience, Step, delays, is_away, next_step
+from slotcar_client.sites import ModelSites
 from slotcar_client.values import Held, Mapping, ServerInfo
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class SessionState:
         # In which session the server knows what the caller did about its holds.
         self._settled: engine_service_pb2.SessionOpened | None = None
         self._sites = AdapterSites(self._recovered)
+        self._model_sites = ModelSites()
 
     # What is known
 
@@ -206,10 +208,15 @@ class SessionState:
         row_counts: Sequence[int] | None,
         base: ReadOnlyDict[str, torch.Tensor] | None,
         mapping: Mapping | None,
+        aux: ReadOnlyDict[str, torch.Tensor] | None = None,
     ) -> Forward:
-        """What the first attempt of a Forward asks for. Raises MappingReplaced or RequestInvalid."""
+        """What the first attempt of a Forward asks for. Raises MappingReplaced, or for an aux that does not fit."""
         current = self.current(mapping)
-        call = ForwardCall(inputs, protocol.counts_for(current, row_counts), base)
+        call = ForwardCall(inputs, protocol.counts_for(current, row_counts), base, aux)
+        if aux is not None:
+            from slotcar_client.call_tensors import with_aux
+
+            call = with_aux(call, self._model_sites.of(self.model_spec))
         return Forward(call, current, self.opened, self.options.rank)
 
     def forward(
@@ -218,8 +225,9 @@ class SessionState:
         row_counts: Sequence[int] | None,
         base: ReadOnlyDict[str, torch.Tensor] | None,
         mapping: Mapping | None,
+        aux: ReadOnlyDict[str, torch.Tensor] | None = None,
     ) -> Plan[dict[str, torch.Tensor]]:
-        return (yield from self.go_on(self.first_forward(inputs, row_counts, base, mapping)))
+        return (yield from self.go_on(self.first_forward(inputs, row_counts, base, mapping, aux)))
 
     def go_on(self, first: Forward, failed: SlotcarError | None = None) -> Plan[dict[str, torch.Tensor]]:
         """The outputs of a Forward whose first attempt has `failed`, or was not made: it needs no plan."""
@@ -238,12 +246,8 @@ class SessionState:
 
         yield from self._recovered(attempt)
 
-    def sites_of(self, mapping: Mapping) -> Plan[tuple[frozenset[str], ...]]:
-        sites: list[frozenset[str]] = []
-        for entry in mapping.entries:
-            found = (yield from self._sites.of(entry)) if isinstance(entry, str) else frozenset()
-            sites.append(found)
-        return tuple(sites)
+    def sites_of(self, mapping: Mapping) -> Plan[list[KnownSites]]:
+        return (yield from self._sites.of_all(mapping.entries))
 
     # Holds
 

@@ -8,9 +8,10 @@ import torch
 from slotcar.v1 import engine_service_pb2, tensor_pb2
 from slotcar_kernels.buffers import buffer_from_tensor, tensor_from_buffer
 
+from slotcar_client.call_tensors import check_sites, dtype_of, first_tensor, sites_of
 from slotcar_client.convert import DTYPE_NAMES, DTYPES
 from slotcar_client.effects import Forward, ForwardCall
-from slotcar_client.errors import RequestInvalid, ShapeMismatch
+from slotcar_client.errors import ShapeMismatch
 from slotcar_client.protocol import check_forward, check_size, shared_inputs
 
 
@@ -28,26 +29,30 @@ def to_request(forward: Forward) -> Outgoing:
 
     Raises RequestInvalid, ShapeMismatch, or CapacityExceeded when it is larger than the server takes.
     """
-    inputs, base, mapping = forward.call.inputs, forward.call.base, forward.mapping
-    check_sites(forward.call)
+    call, mapping = forward.call, forward.mapping
+    check_sites(call)
     request = engine_service_pb2.ForwardRequest(
         session=forward.opened.session,
         mapping_id=mapping.mapping_id,
         generation=mapping.generation,
-        row_counts=forward.call.row_counts,
+        row_counts=call.row_counts,
         rank=forward.rank,
     )
     tensor_bytes = 0
-    order = shared_inputs(inputs.items())
+    order = shared_inputs(call.inputs.items())
     for site, travels in order:
         item = request.items.add(site=site, mode=engine_service_pb2.FORWARD_MODE_DELTA)
         if travels:
-            tensor_bytes += _fill(item.x, f"x of {site}", inputs[site])
-        if base is not None:
-            item.mode = engine_service_pb2.FORWARD_MODE_ADD
-            tensor_bytes += _fill(item.base, f"base of {site}", base[site])
+            tensor_bytes += _fill(item.x, f"x of {site}", call.inputs[site])
+        tensor_bytes += _fill_rest(item, call)
+    alone = sites_of(call)[len(order) :]
+    for site in alone:
+        item = request.items.add(site=site, mode=engine_service_pb2.FORWARD_MODE_DELTA)
+        item.out_dtype = DTYPES[str(dtype_of(call, site)).removeprefix("torch.")]
+        tensor_bytes += _fill_rest(item, call)
     check_size(request, tensor_bytes, forward.opened.server.max_message_bytes)
-    return Outgoing(request, tuple(site for site, _ in order), inputs[order[0][0]].device)
+    sites = *(site for site, _ in order), *alone
+    return Outgoing(request, sites, first_tensor(call, sites[0]).device)
 
 
 def to_outputs(
@@ -58,13 +63,26 @@ def to_outputs(
     return {site: _tensor(ref).to(outgoing.device) for site, ref in zip(outgoing.sites, response.outputs, strict=True)}
 
 
-def check_sites(call: ForwardCall) -> None:
-    """Raises RequestInvalid unless there is a site, and a base for each or for none."""
-    if not call.inputs:
-        raise RequestInvalid("no site: give at least one", field="inputs", found="no site", wanted="at least one")
-    if call.base is not None and call.base.keys() != call.inputs.keys():
-        found, wanted = (", ".join(sorted(names)) for names in (call.base, call.inputs))
-        raise RequestInvalid("base has other sites than the inputs", field="base", found=found, wanted=wanted)
+def _fill_rest(item: engine_service_pb2.ForwardItem, call: ForwardCall) -> int:
+    """Writes what the item has beside its x, and returns how many bytes that is."""
+    site, written = item.site, 0
+    if call.base is not None:
+        item.mode = engine_service_pb2.FORWARD_MODE_ADD
+        written += _fill(item.base, f"base of {site}", call.base[site])
+    if call.aux is not None and site in call.aux:
+        aux = call.aux[site]
+        if aux.dtype is torch.int32:
+            written += _fill_indices(item.aux, aux)
+        else:
+            written += _fill(item.aux, f"aux of {site}", aux)
+    return written
+
+
+def _fill_indices(ref: tensor_pb2.TensorRef, indices: torch.Tensor) -> int:
+    """The same of what `with_aux` made of indices."""
+    ref.dtype, ref.rows, ref.columns = tensor_pb2.DTYPE_INT32, len(indices), 1
+    ref.inline = indices.numpy().astype("<i4").tobytes()
+    return 4 * len(indices)
 
 
 def _fill(ref: tensor_pb2.TensorRef, field: str, tensor: torch.Tensor) -> int:

@@ -50,7 +50,8 @@ class ServerInfo:
 class AdapterInfo:
     """A name and what it resolves to.
 
-    `tier` is "source", "disk", "host" or "device"; `slot` is None unless it is "device". `sites` is empty in lists.
+    `tier` is "source", "disk", "host" or "device"; `slot` is None unless it is "device". `sites` and
+    `history`, the digests that the name had before, the latest first, are empty in lists.
     """
 
     name: str
@@ -63,6 +64,7 @@ class AdapterInfo:
     keep: bool
     pins: int
     sites: tuple[str, ...]
+    history: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +138,26 @@ class Estimate(Report):
 
 
 @dataclass(frozen=True, slots=True)
+class Prefetched:
+    """Where an adapter is after a prefetch, None for one that the server does not know.
+
+    `why_not` is empty when it is where it was wanted.
+    """
+
+    ref: str
+    adapter: AdapterInfo | None
+    why_not: str
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreFailure:
+    """A name of the server's journal that could not be brought back, and why."""
+
+    ref: str
+    why_not: str
+
+
+@dataclass(frozen=True, slots=True)
 class Capacity:
     """How full a server is; a load could take `slots_available` slots now, `waiting` SetMapping calls are queued."""
 
@@ -158,6 +180,11 @@ class Capacity:
     sessions: int
     sessions_capacity: int
     waiting: int
+    disk_bytes_used: int = 0
+    disk_bytes_capacity: int = 0
+    disk_bytes_held: int = 0
+    restoring: int = 0
+    restore_failures: tuple[RestoreFailure, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +249,50 @@ class Event:
     session: str
     reason: str
     missed: int
+
+
+@dataclass(frozen=True, slots=True)
+class DesiredFile:
+    """The file that declares; `version` is a digest of the text in force, "" for none yet.
+
+    `reason` and `message` say why what is in the file now is not in force; "" when it is.
+    """
+
+    path: str
+    version: str
+    prune: bool
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class DesiredAdapter:
+    """One entry of the file: what is wanted ("present", "keep", "absent"; "" if it is malformed), and how far it is.
+
+    `state` is "pending", "loading", "ready", "absent", "failed" or "invalid", with a `reason` and a `message` unless it
+    is as wanted. `place` says where a malformed entry is; `next_try_seconds` is None when only a change can help.
+    """
+
+    name: str
+    place: str
+    desired: str
+    source: str
+    digest: str
+    tier: str
+    state: str
+    reason: str
+    message: str
+    attempts: int
+    next_try_seconds: float | None
+    since_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class DesiredSet:
+    """What a server's file declares, in order of the names; `file` is None when it follows none."""
+
+    file: DesiredFile | None
+    adapters: tuple[DesiredAdapter, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 
 from slotcar.v1 import adapter_pb2, adapter_service_pb2
 
 from slotcar_client import convert
 from slotcar_client.effects import Call, Plan
 from slotcar_client.errors import RequestInvalid
-from slotcar_client.values import AdapterInfo, Capacity, Estimate, LoadReport, SessionInfo, Snapshot, UnloadReport
+from slotcar_client.values import (
+    AdapterInfo,
+    Capacity,
+    DesiredAdapter,
+    DesiredSet,
+    Estimate,
+    LoadReport,
+    Prefetched,
+    SessionInfo,
+    Snapshot,
+    UnloadReport,
+)
 
 PAGE_SIZE = 1000
-_TIERS = {"device": adapter_pb2.TIER_DEVICE, "host": adapter_pb2.TIER_HOST}
+_TIERS = {"device": adapter_pb2.TIER_DEVICE, "host": adapter_pb2.TIER_HOST, "disk": adapter_pb2.TIER_DISK}
 
 
 def load_request(
@@ -96,6 +108,20 @@ def sessions() -> Plan[tuple[SessionInfo, ...]]:
             return tuple(found)
 
 
+def desired() -> Plan[DesiredSet]:
+    found: list[DesiredAdapter] = []
+    token = ""
+    while True:
+        page: adapter_service_pb2.ListDesiredResponse = yield Call(
+            adapter_service_pb2.ListDesiredRequest(page_size=PAGE_SIZE, page_token=token)
+        )
+        found.extend(map(convert.desired_adapter, page.adapters))
+        token = page.next_page_token
+        if not token:
+            file = convert.desired_file(page.file) if page.HasField("file") else None
+            return DesiredSet(file, tuple(found))
+
+
 def end_session(session: str) -> Plan[bool]:
     response: adapter_service_pb2.EndSessionResponse = yield Call(
         adapter_service_pb2.EndSessionRequest(session=session)
@@ -108,6 +134,13 @@ def estimate(source: str | os.PathLike[str]) -> Plan[Estimate]:
         adapter_service_pb2.EstimateAdapterRequest(source=os.fspath(source))
     )
     return convert.estimate(response)
+
+
+def prefetch(refs: Iterable[str], tier: str) -> Plan[tuple[Prefetched, ...]]:
+    """Raises RequestInvalid for an unknown tier."""
+    request = adapter_service_pb2.PrefetchAdaptersRequest(refs=refs, target_tier=_tier(tier))
+    response: adapter_service_pb2.PrefetchAdaptersResponse = yield Call(request)
+    return tuple(map(convert.prefetched, response.adapters))
 
 
 def capacity() -> Plan[Capacity]:
@@ -126,6 +159,6 @@ def _on_conflict(replace: bool) -> adapter_service_pb2.OnConflict.ValueType:
 def _tier(tier: str) -> adapter_pb2.Tier.ValueType:
     if tier not in _TIERS:
         raise RequestInvalid(
-            f"tier is {tier!r}, wanted device or host", field="tier", found=tier, wanted="device or host"
+            f"tier is {tier!r}, wanted device, host or disk", field="tier", found=tier, wanted="device, host or disk"
         )
     return _TIERS[tier]

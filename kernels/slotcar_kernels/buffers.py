@@ -14,6 +14,7 @@ __all__ = ["DTYPES", "DTYPE_NAMES", "buffer_from_tensor", "tensor_from_buffer"]
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 )
+_INDEX = {"int32": torch.int32}  # of ids of tokens and numbers of experts
 DTYPE_NAMES: Mapping[torch.dtype, str] = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
 
 # torch warns once in a process that it can't keep a tensor over bytes from being written. Here, on import, that once is
@@ -31,7 +32,7 @@ def tensor_from_buffer(
     The tensor keeps `data` alive. Over bytes that are read-only, it must never be written: torch does not prevent it.
     Bytes that are not aligned to their elements are copied. Raises ValueError when `data` is too short.
     """
-    dtype = DTYPES[dtype_name]
+    dtype = DTYPES.get(dtype_name) or _INDEX[dtype_name]
     if rows == 0:
         return torch.empty(0, columns, dtype=dtype)
     count = (rows - 1) * row_stride + columns

@@ -48,10 +48,12 @@ def lora_forward(
     row gets the same bits in every batch, and on any number of threads.
 
     plan: of the batch's rows.
-    x: [rows, in], float32, float16 or bfloat16, last dimension contiguous; read once for all `sites`.
+    x: [rows, in], float32, float16 or bfloat16, last dimension contiguous; read once for all `sites`. For embeddings
+        int64 [rows], ids of tokens, each of which must be below the site's number of tokens.
     sites: the slots of each site that has x as its input.
-    outs: per site [rows, out] in x's dtype, last dimension contiguous, no row over another; written whole.
-    bases: per site None or [rows, out] in x's dtype, last dimension contiguous; it may be `out` itself.
+    outs: per site [rows, out] in x's dtype, of embeddings in any one of them, last dimension contiguous, no row over
+        another; written whole.
+    bases: per site None or [rows, out] in the dtype of outs, last dimension contiguous; it may be `out` itself.
 
     Raises ValueError when shapes, dtypes, a rank or the plan do not fit each other, or the kernel that is asked for is
     not there; then nothing was written.
@@ -76,7 +78,8 @@ def prepare(
     isa = isa_for(kernel, sites)
     if isa is None:
         return partial(eager.lora_forward, plan, x, captured(sites), outs, bases)
-    native_plan, call = native.NativePlan(plan), native.PreparedCall(x.dtype, sites, (isa, kernel.threads))
+    native_plan = native.NativePlan(plan)
+    call = native.PreparedCall(_dtype(x, sites, outs), sites, (isa, kernel.threads))
     slots = [segment[0] for segment in plan.segments]
     ranks = [array("q", [site.ranks[slot] for slot in slots]) for site in sites]
     scales = [array("f", [site.scales[slot] for slot in slots]) for site in sites]
@@ -119,7 +122,7 @@ def check_sites(dtype: torch.dtype, sites: Sequence[SiteSlots]) -> None:
     if dtype not in _DTYPES:
         raise ValueError(f"x is {dtype}, wanted one of {_DTYPES}")
     for site in sites:
-        if site.in_features != sites[0].in_features:
+        if (site.in_features, site.embedding) != (sites[0].in_features, sites[0].embedding):
             raise ValueError(f"sites of {sites[0].in_features} and {site.in_features} features, wanted one input")
         _check_slots(site)
 
@@ -129,14 +132,15 @@ def _check(
 ) -> None:
     if not len(sites) == len(outs) == len(bases):
         raise ValueError(f"{len(sites)} sites, {len(outs)} outs and {len(bases)} bases")
-    check_sites(x.dtype, sites)
+    dtype = _dtype(x, sites, outs)
+    check_sites(dtype, sites)
     for site, out, base in zip(sites, outs, bases, strict=True):
-        check_matrix("x", x, plan.rows, site.in_features, x.dtype)
-        check_matrix("out", out, plan.rows, site.out_features, x.dtype)
+        _check_input(x, plan.rows, site)
+        check_matrix("out", out, plan.rows, site.out_features, dtype)
         if not out.is_contiguous() and plan.rows > 1 and out.stride(0) < site.out_features:
             raise ValueError(f"rows of out lie over each other, wanted a row stride of at least {site.out_features}")
         if base is not None:
-            check_matrix("base", base, plan.rows, site.out_features, x.dtype)
+            check_matrix("base", base, plan.rows, site.out_features, dtype)
         _check_plan(plan, site)
 
 
@@ -149,16 +153,32 @@ def check_matrix(name: str, tensor: Tensor, rows: int, columns: int, dtype: torc
         raise ValueError(f"{name} has strides {tensor.stride()}, wanted its last dimension contiguous")
 
 
+def _dtype(x: Tensor, sites: Sequence[SiteSlots], outs: Sequence[Tensor]) -> torch.dtype:
+    """In which outs and bases are: x's, or for embeddings, where x has ids, that of the first."""
+    return outs[0].dtype if sites and sites[0].embedding else x.dtype
+
+
+def _check_input(x: Tensor, rows: int, site: SiteSlots) -> None:
+    if not site.embedding:
+        check_matrix("x", x, rows, site.in_features, x.dtype)
+    elif x.shape != (rows,) or x.dtype != torch.int64 or not x.is_contiguous() or not x.is_cpu:
+        raise ValueError(f"ids are {tuple(x.shape)} {x.dtype}, wanted {rows} int64 on the CPU")
+
+
 def _check_slots(site: SiteSlots) -> None:
     a, b = site.a, site.b
     if a.dtype != b.dtype or a.dtype not in _DTYPES or not (a.is_cpu and b.is_cpu):
         raise ValueError(f"a is {a.dtype} and b {b.dtype}, wanted one of {_DTYPES} on the CPU")
-    if a.dim() != 3 or b.dim() != 3 or a.shape[:2] != b.shape[:2]:
+    rank_at = -1 if site.embedding else -2
+    alike = (
+        a.dim() == b.dim() and a.dim() in (3, 4) and a.shape[rank_at] == b.shape[-2] and a.shape[:-2] == b.shape[:-2]
+    )
+    if not alike or (site.embedding and a.dim() != 3):
         raise ValueError(f"a is {tuple(a.shape)} and b {tuple(b.shape)}, wanted [S, R, in] and [S, R, out]")
 
 
 def _check_plan(plan: Plan, site: SiteSlots) -> None:
-    slots, max_rank = min(site.a.shape[0], len(site.ranks), len(site.scales)), site.a.shape[1]
+    slots, max_rank = min(site.count, len(site.ranks), len(site.scales)), site.max_rank
     for slot, _, _ in plan.segments:
         if not 0 <= slot < slots or not 0 <= site.ranks[slot] <= max_rank:
             raise ValueError(f"no slot {slot} with a rank up to {max_rank}")

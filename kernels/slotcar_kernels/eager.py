@@ -25,6 +25,8 @@ def lora_forward(
     plan: Plan, x: Tensor, sites: Sequence[SiteSlots], outs: Sequence[Tensor], bases: Sequence[Tensor | None]
 ) -> None:
     """As cpu.lora_forward, which has checked the arguments; the same batch gives the same bits wherever it lies."""
+    if any(site.embedding and bool(((x < 0) | (x >= site.in_features)).any()) for site in sites):
+        raise ValueError("an id is of no token")
     x_grouped = _grouped_input(plan, x)
     for site, out, base in zip(sites, outs, bases, strict=True):
         if plan.order is None or plan.inverse is None:
@@ -41,6 +43,8 @@ def _grouped_input(plan: Plan, x: Tensor) -> Tensor:
         return x
     if plan.order is not None:
         x = x.index_select(0, plan.order[: plan.adapter_rows])
+    if x.dtype == torch.int64:
+        return x
     x = x.to(torch.float32)
     return x if _is_plain(x) else x.clone(memory_format=torch.contiguous_format)
 
@@ -57,11 +61,13 @@ def _compute(plan: Plan, x: Tensor, site: SiteSlots, out: Tensor, base: Tensor |
         if rank == 0:
             _write_no_delta(out[start:stop], None if base is None else base[start:stop])
             continue
-        a_transposed, b = site.a[slot, :rank].float().t(), site.b[slot, :rank].float()
+        a, b = site.matrices(slot)
+        a, b = a if site.embedding else a.float().t(), b.float()
         for first in range(start, stop, _BLOCK_ROWS):
             last = min(first + _BLOCK_ROWS, stop)
             delta = out[first:last] if scratch is None else scratch[: last - first]
-            torch.addmm(delta, torch.mm(x[first:last], a_transposed), b, beta=0, alpha=scale, out=delta)
+            inner = a[x[first:last]].float() if site.embedding else torch.mm(x[first:last], a)
+            torch.addmm(delta, inner, b, beta=0, alpha=scale, out=delta)
             if base is not None:
                 torch.add(delta, base[first:last], out=out[first:last])
             elif scratch is not None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slotcar_kernels import native
 
-__all__ = ["SlotArray", "fill_slot"]
+__all__ = ["SlotArray", "fill_columns", "fill_slot"]
 
 
 class SlotArray(NamedTuple):
@@ -40,6 +40,17 @@ def fill_slot(arrays: Sequence[SlotArray], kernel: str | None = None) -> None:
     elif arrays:
         words = array("q", [word for part in arrays for word in _words(part)])
         native.fill(words, len(arrays), arrays[0].rows.dtype, isa)
+
+
+def fill_columns(columns: Tensor, values: Tensor | None) -> None:
+    """columns[:, :rank] = valuesᵀ, rounded as `fill_slot` does, and columns[:, rank:] = 0: A of an embedding.
+
+    columns: [tokens, padded rank] in the slots' dtype; values: [rank, tokens], or None for rank 0.
+    """
+    rank = 0 if values is None else len(values)
+    if values is not None:
+        columns[:, :rank].copy_(values.t())
+    columns[:, rank:].zero_()
 
 
 def _isa(kernel: str | None) -> str | None:

@@ -21,6 +21,7 @@ __all__ = [
     "ISAS",
     "NativePlan",
     "PreparedCall",
+    "PreparedSeed",
     "address",
     "available",
     "backend",
@@ -33,10 +34,14 @@ __all__ = [
 ISAS = ("portable", "avx2", "avx512", "avx512-bf16")  # in the order of the library's numbers, the best last
 
 _LIBRARY = Path(__file__).with_name("_native.so")
-_ABI_VERSION = 2
+_ABI_VERSION = 3
 _MAX_RANK = 16384
 DTYPE_NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-_REFUSALS = {1: "the plan has positions, rows or slots out of range, wanted each row once", 2: "a rank is too high"}
+_REFUSALS = {
+    1: "the plan has positions, rows or slots out of range, wanted each row once",
+    2: "a rank is too high",
+    4: "an id is of no token",
+}
 
 
 class _Batch(ctypes.Structure):
@@ -51,6 +56,7 @@ class _Batch(ctypes.Structure):
         ("x_stride", ctypes.c_int64),
         ("in_features", ctypes.c_int64),
         ("dtype", ctypes.c_int64),
+        ("ids", ctypes.c_void_p),
     )
 
 
@@ -70,12 +76,31 @@ class _Site(ctypes.Structure):
         ("out_stride", ctypes.c_int64),
         ("base", ctypes.c_void_p),
         ("base_stride", ctypes.c_int64),
+        ("experts", ctypes.c_int64),
+        ("a_expert_stride", ctypes.c_int64),
+        ("b_expert_stride", ctypes.c_int64),
+    )
+
+
+class _Seed(ctypes.Structure):
+    _fields_ = (
+        ("vectors", ctypes.c_void_p),
+        ("slot_stride", ctypes.c_int64),
+        ("bias_offset", ctypes.c_int64),
+        ("flags", ctypes.c_void_p),
+        ("out_features", ctypes.c_int64),
+        ("seed", ctypes.c_void_p),
+        ("seed_stride", ctypes.c_int64),
+        ("base", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("base_stride", ctypes.c_int64),
+        ("y_stride", ctypes.c_int64),
     )
 
 
 # Where in the words of a batch, and of a site, what changes is; each field is one word. The plan comes first.
 _WORD = 8
-_X, _X_STRIDE = (field.offset // _WORD for field in (_Batch.x, _Batch.x_stride))
+_X, _X_STRIDE, _IDS = (field.offset // _WORD for field in (_Batch.x, _Batch.x_stride, _Batch.ids))
 _OUT, _OUT_STRIDE = (field.offset // _WORD for field in (_Site.out, _Site.out_stride))
 _BASE, _BASE_STRIDE = (field.offset // _WORD for field in (_Site.base, _Site.base_stride))
 _RANKS, _SCALES = (field.offset // _WORD for field in (_Site.ranks, _Site.scales))
@@ -114,7 +139,7 @@ def library() -> ctypes.CDLL | None:
 
 def takes(site: SiteSlots) -> bool:
     """Whether the kernel can read these slots: rows of A and B contiguous, and no rank beyond its scratch."""
-    return site.a.stride(2) == 1 and site.b.stride(2) == 1 and site.a.shape[1] <= _MAX_RANK
+    return site.a.stride(-1) == 1 and site.b.stride(-1) == 1 and site.max_rank <= _MAX_RANK
 
 
 class NativePlan:
@@ -158,6 +183,7 @@ class PreparedCall:
         self._firsts = range(_BATCH_WORDS, len(self._words), _SITE_WORDS)
         self._outs = [site + _OUT for site in self._firsts]
         self._kept_alive = sites
+        self._x = _IDS if sites and sites[0].embedding else _X
         self._isa, threads = kernel
         at = address(self._words)
         self._arguments = at, at + ctypes.sizeof(_Batch), len(sites), ISAS.index(self._isa), threads
@@ -188,13 +214,46 @@ class PreparedCall:
     def point_alike(self, x: Tensor, outs: Iterable[Tensor]) -> None:
         """`point` for outs with the strides of those before, and the same bases."""
         words = self._words
-        words[_X], words[_X_STRIDE] = x.data_ptr(), x.stride()[0]
+        words[self._x], words[_X_STRIDE] = x.data_ptr(), x.stride()[0]
         for at, out in zip(self._outs, outs, strict=True):
             words[at] = out.data_ptr()
 
     def refusal(self, status: int) -> ValueError:
         """What a status of native/lora.h other than 0 means; nothing was written then."""
         return ValueError(_REFUSALS.get(status, f"the library has no kernel for {self._isa} here"))
+
+
+class PreparedSeed:
+    """A seed of the rows of a plan, as `seed.prepare`, which has checked it; each run writes it anew."""
+
+    def __init__(
+        self, plan: NativePlan, flags: array[int], seed: tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+    ) -> None:
+        """`flags` has one value per segment; `seed` is vectors, out, base and y. The caller keeps y and base alive."""
+        vectors, out, base, y = seed
+        batch = _Batch(dtype=DTYPE_NUMBERS[out.dtype])
+        self._batch = array("q", bytes(batch))
+        self._batch[:_PLAN_WORDS] = plan.words
+        self._seed = _Seed(
+            vectors=vectors.data_ptr(),
+            slot_stride=vectors.stride(0),
+            bias_offset=vectors.stride(1),
+            flags=address(flags),
+            out_features=vectors.shape[2],
+            seed=out.data_ptr(),
+            seed_stride=out.stride(0),
+            base=0 if base is None else base.data_ptr(),
+            base_stride=0 if base is None else base.stride(0),
+            y=0 if y is None else y.data_ptr(),
+            y_stride=0 if y is None else y.stride(0),
+        )
+        self._kept_alive = plan, flags, seed
+
+    def run(self, isa: str) -> None:
+        """Writes the seed. Raises ValueError when the plan does not fit; then nothing was written."""
+        status = _library().slotcar_seed(address(self._batch), ctypes.addressof(self._seed), ISAS.index(isa))
+        if status:
+            raise ValueError(_REFUSALS.get(status, f"the library has no kernel for {isa} here"))
 
 
 def fill(arrays: array[int], count: int, dtype: torch.dtype, isa: str) -> None:
@@ -208,8 +267,8 @@ def fill(arrays: array[int], count: int, dtype: torch.dtype, isa: str) -> None:
 
 def _site(site: SiteSlots) -> _Site:
     a, b = site.a, site.b
-    a_slot_stride, a_row_stride, _ = a.stride()
-    b_slot_stride, b_row_stride, _ = b.stride()
+    a_slot_stride, *a_expert_stride, a_row_stride, _ = a.stride()
+    b_slot_stride, *b_expert_stride, b_row_stride, _ = b.stride()
     return _Site(
         a=a.data_ptr(),
         b=b.data_ptr(),
@@ -218,7 +277,10 @@ def _site(site: SiteSlots) -> _Site:
         b_slot_stride=b_slot_stride,
         b_row_stride=b_row_stride,
         slot_dtype=DTYPE_NUMBERS[a.dtype],
-        out_features=b.shape[2],
+        out_features=site.out_features,
+        experts=site.experts,
+        a_expert_stride=a_expert_stride[0] if a_expert_stride else 0,
+        b_expert_stride=b_expert_stride[0] if b_expert_stride else 0,
     )
 
 
@@ -252,6 +314,7 @@ def _loaded() -> _Loaded:
     for function, arguments in (
         (library.slotcar_lora_forward, (pointer, pointer, number, number, number)),
         (library.slotcar_fill, (pointer, number, number, number)),
+        (library.slotcar_seed, (pointer, pointer, number)),
         (library.slotcar_guarded_forward, (pointer, pointer, pointer, number, number, number)),
         (library.slotcar_guard_begin, (pointer, number)),
         (library.slotcar_guard_end, (pointer,)),

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Plan", "Segment", "plan_rows"]
+__all__ = ["Plan", "Segment", "plan_by_row", "plan_rows", "slots_by_row"]
 
 _BASE = 1 << 62  # stands for BASE among slots, and sorts behind them all
 _FEW = 32  # up to here lists are faster than numpy
@@ -83,6 +83,25 @@ def plan_rows(entries: Sequence[tuple[int | None, int]]) -> Plan:
     inverse = np.empty_like(order)
     inverse[order] = np.arange(rows)
     return Plan(rows, *_split(_grouped(runs)), torch.from_numpy(order), torch.from_numpy(inverse))
+
+
+def slots_by_row(plan: Plan) -> Tensor:
+    """int64 [rows]: the slot of each row, -1 for BASE."""
+    slots = torch.full((plan.rows,), -1)
+    for slot, start, stop in plan.segments:
+        slots[start:stop] = slot
+    return slots if plan.inverse is None else slots[plan.inverse]
+
+
+def plan_by_row(slots: Tensor) -> Plan:
+    """The plan of rows whose slot is said for each: int64 [rows], -1 for BASE. Groups as `plan_rows` does."""
+    keys = torch.where(slots < 0, _BASE, slots).numpy()
+    order = np.argsort(keys, kind="stable")
+    found, starts = np.unique(keys[order], return_index=True)
+    runs = _Runs(found.tolist(), starts.tolist(), [*starts[1:].tolist(), len(keys)] if len(keys) else [])
+    inverse = np.empty_like(order)
+    inverse[order] = np.arange(len(keys))
+    return Plan(len(keys), *_split(runs), torch.from_numpy(order), torch.from_numpy(inverse))
 
 
 def _runs(entries: Sequence[tuple[int | None, int]]) -> _Runs:

@@ -32,6 +32,7 @@ def lora_rows(
 ) -> Tensor:
     """out = base + scales[s] · (x a[s]ᵀ) b[s] for a row of slot s, and base for a BASE row; base is 0 where not given.
 
+    For an embedding x is [rows], ids, and the delta is scales[s] · a[s, id] b[s].
     Takes the entries, (slot or None for BASE, number of rows), and not a plan, so that a wrong plan shows. x [rows, in]
     and base [rows, out] in any dtypes; returns [rows, out] in `dtype`, not rounded to x's.
     """
@@ -42,6 +43,8 @@ def lora_rows(
     for row, slot in enumerate(slots):
         rank = 0 if slot is None else site.ranks[slot]
         if slot is not None and rank:
-            a, b = site.a[slot, :rank], site.b[slot, :rank].t()
-            out[row] += lora_delta(x[row : row + 1], a, b, site.scales[slot], dtype)[0]
+            a, b = site.matrices(slot)
+            given = a[x[row]].to(dtype)[None] if site.embedding else x[row : row + 1]
+            a = torch.eye(rank, dtype=dtype) if site.embedding else a
+            out[row] += lora_delta(given, a, b.t(), site.scales[slot], dtype)[0]
     return out

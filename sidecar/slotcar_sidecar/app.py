@@ -25,15 +25,19 @@ from slotcar.shm.slots import EPOCH_BYTES
 from slotcar_sidecar.cache import AdapterCache
 from slotcar_sidecar.config import PLANES, Config, TcpAddress, UnixAddress
 from slotcar_sidecar.core.errors import SlotcarError
-from slotcar_sidecar.core.events import EventLog
+from slotcar_sidecar.core.events import EventKind, EventLog
 from slotcar_sidecar.core.ids import Epoch
+from slotcar_sidecar.core.journal import JournalDamaged
 from slotcar_sidecar.core.layout import Layout
 from slotcar_sidecar.core.model import ModelSpec
-from slotcar_sidecar.core.ports import Environment, Limits
+from slotcar_sidecar.core.policy import Eviction
+from slotcar_sidecar.core.ports import DiskTier, Environment, Limits
+from slotcar_sidecar.core.reconcile import DesiredStatus
 from slotcar_sidecar.core.residency import Residency
 from slotcar_sidecar.core.session import Sessions
 from slotcar_sidecar.device.cpu import CpuDevice
 from slotcar_sidecar.device.threads import compute_alone
+from slotcar_sidecar.fetches import make_sources
 from slotcar_sidecar.ops import logs
 from slotcar_sidecar.ops.metrics import Metrics, Snapshot
 from slotcar_sidecar.ring.handshake import Handshakes
@@ -42,10 +46,15 @@ from slotcar_sidecar.ring.thread import RingThread
 from slotcar_sidecar.rpc.health import Health
 from slotcar_sidecar.rpc.server import Rpc, make_server
 from slotcar_sidecar.sockets import StartError, bind, claimed, handshake_path, listen_for_handshakes
+from slotcar_sidecar.store.base_model import BaseModel
+from slotcar_sidecar.store.disk.folder import DiskFolder
+from slotcar_sidecar.store.disk.places import NotOurs
+from slotcar_sidecar.store.disk.tier import DiskTierLru, NoDisk, Threads
 from slotcar_sidecar.store.host import HostTierLru
+from slotcar_sidecar.store.journal import JournalFile, JournalInUse
 from slotcar_sidecar.store.model import model_spec_from_file, model_spec_from_folder
-from slotcar_sidecar.store.source import LocalSource
-from slotcar_sidecar.store.tiers import SourceAndHost
+from slotcar_sidecar.store.tiers import StoreTiers
+from slotcar_sidecar.sync import Reconciler
 
 __all__ = ["StartError", "announce", "offered_planes", "read_model", "run"]
 
@@ -57,6 +66,8 @@ _QUIET_SECONDS = 0.5
 _CLOSE_SECONDS = 2.0
 _SNAPSHOT_SECONDS = 5.0
 _TRIM_SECONDS = 20.0
+_FLUSH_SECONDS = 10.0
+_REMOTE_THREADS = 4
 # How long a thread of rings that wakes up waits for one that computes in Python; 5 ms, the default, are 300 Forwards.
 _SWITCH_SECONDS = 0.0005
 _ORDERED_MACHINES = ("x86_64", "AMD64")
@@ -66,8 +77,8 @@ def announce(config: Config) -> None:
     """Starts the log with the settings in force."""
     logs.configure(config.log_format)
     _log.info("settings", extra={"fields": config.to_dict()})
-    if not config.root:
-        _log.warning("no --root is set, so no adapter can be loaded")
+    if not config.root and not config.source:
+        _log.warning("no --root and no --source is set, so no adapter can be loaded")
 
 
 async def run(config: Config) -> None:
@@ -85,19 +96,31 @@ async def run(config: Config) -> None:
                 if len(planes) > 1:
                     resources.enter_context(claimed(handshake_path(address), socket.SOCK_SEQPACKET))
         metrics = Metrics()
-        cache = _make_cache(config, metrics, resources)
+        no_fetches = threading.Event()
+        cache = _make_cache(config, metrics, no_fetches, resources)
+        await _restore(config, cache, resources)
         rings = _serve_rings(config, planes, cache, metrics, resources)
         if config.metrics_address is not None:
             _serve_metrics(config.metrics_address, metrics, resources)
-        rpc = make_server(cache, config.max_message_bytes, config.heartbeat_seconds, metrics.rpc, planes)
+        reconciler = None
+        if config.adapters is not None:
+            reconciler = Reconciler(cache, config.adapters, config.adapters_poll_seconds, metrics)
+        desired = reconciler.status if reconciler is not None else DesiredStatus
+        rpc = make_server(cache, config.max_message_bytes, config.heartbeat_seconds, metrics.rpc, planes, desired)
         served = [bind(rpc.server, address) for address in config.addresses]
         await rpc.server.start()
         await _set_health(rpc.health, serving=True)
         where = " and ".join(str(address) for address in served)
         facts = {"at": where, "epoch": cache.layout.epoch, "slots": config.slots, "planes": " ".join(planes)}
         _log.info("serving", extra={"fields": facts})
-        chores = [asyncio.create_task(chore) for chore in (_expire(cache, rings), _return_freed_memory())]
+        chores = [
+            asyncio.create_task(chore)
+            for chore in (_expire(cache, rings), cache.restored(), _flush(cache), _return_freed_memory())
+        ]
+        if reconciler is not None:
+            chores.append(asyncio.create_task(reconciler.run()))
         await stop.wait()
+        no_fetches.set()
         await _shut_down(rpc, cache, rings, config.shutdown_seconds)
         for chore in chores:
             chore.cancel()
@@ -107,25 +130,36 @@ async def run(config: Config) -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
-def _make_cache(config: Config, metrics: Metrics, resources: contextlib.ExitStack) -> AdapterCache:
+def _make_cache(
+    config: Config, metrics: Metrics, no_fetches: threading.Event, resources: contextlib.ExitStack
+) -> AdapterCache:
     pools = [
         ThreadPoolExecutor(count, thread_name_prefix=name, initializer=compute_alone)
-        for name, count in (("load", config.load_threads), ("compute", config.compute_threads))
+        for name, count in (
+            ("load", config.load_threads),
+            ("remote", _REMOTE_THREADS),
+            ("compute", config.compute_threads),
+        )
     ]
     for pool in pools:
         resources.callback(pool.shutdown, wait=False, cancel_futures=True)
-    load_pool, compute_pool = pools
-    environment = Environment(load_pool, compute_pool, time.monotonic, lambda: secrets.token_hex(16), metrics)
+    load_pool, remote_pool, compute_pool = pools
+    new_id = functools.partial(secrets.token_hex, 16)
+    environment = Environment(load_pool, remote_pool, compute_pool, time.monotonic, new_id, metrics)
     events = EventLog(time.time)
     host = HostTierLru(config.host_bytes)
-    source = LocalSource(config.root, config.max_adapter_bytes)
+    base = _open_base(config)
+    source = make_sources(config, base, metrics, no_fetches)
+    resources.callback(no_fetches.set)
     layout = Layout.empty(Epoch(secrets.token_hex(EPOCH_BYTES // 2)), config.slots)
     device = CpuDevice(config.slots, config.max_rank, config.dtype, epoch=str(layout.epoch))
     events.listeners += [functools.partial(logs.log_event, layout.epoch), metrics.event]
+    disk = _open_disk(config, environment, resources)
+    tiers = StoreTiers(source, host, disk, environment, config.max_adapter_bytes, base)
     cache = AdapterCache(
-        Residency(layout, events, host.drop, config.max_adapters),
+        Residency(layout, events, tiers.forget, config.max_adapters, Eviction(config.eviction)),
         Sessions(config.max_sessions, config.max_mappings),
-        SourceAndHost(source, host, config.max_adapter_bytes, load_pool, metrics, time.monotonic),
+        tiers,
         device,
         environment,
         Limits(
@@ -155,13 +189,61 @@ def _make_cache(config: Config, metrics: Metrics, resources: contextlib.ExitStac
     return cache
 
 
+def _open_disk(config: Config, environment: Environment, resources: contextlib.ExitStack) -> DiskTier:
+    """The disk tier of the settings; one that cannot be used is none. Raises StartError for what is wrongly set."""
+    if config.disk is None:
+        return NoDisk()
+    try:
+        folder = DiskFolder.open(config.disk, secrets.token_hex(8), config.disk_bytes, time.time)
+    except (NotOurs, FileNotFoundError) as error:
+        raise StartError(f"--disk {config.disk} cannot be used: {error}") from error
+    except OSError as error:
+        _log.warning("no disk tier", extra={"fields": {"disk": config.disk, "reason": error.strerror}})
+        return NoDisk()
+    resources.callback(folder.close)
+    pool = ThreadPoolExecutor(1, thread_name_prefix="disk", initializer=compute_alone)
+    resources.callback(pool.shutdown, wait=True, cancel_futures=True)
+    tell = asyncio.get_running_loop().call_soon_threadsafe
+    return DiskTierLru(folder, Threads(environment.load_pool, pool, tell), environment.observer)
+
+
+async def _restore(config: Config, cache: AdapterCache, resources: contextlib.ExitStack) -> None:
+    """Takes the journal of the settings, and the names that are on disk. Raises StartError."""
+    if config.journal is None:
+        return
+    try:
+        journal = JournalFile(config.journal)
+        resources.callback(journal.close)
+        try:
+            entries = journal.read()
+        except JournalDamaged as error:
+            entries = ()
+            reason = f"the journal is damaged, and is {journal.set_aside()} now: {error}"
+            _log.warning("no journal", extra={"fields": {"reason": reason}})
+            cache.events.record(EventKind.STORAGE_FAULT, cache.layout.generation, reason=reason)
+    except (JournalInUse, OSError) as error:
+        raise StartError(f"--journal {config.journal} cannot be used: {error}") from error
+    await cache.restore(entries, journal)
+    _log.info("journal", extra={"fields": {"names": len(entries), "back": len(cache.residency.names)}})
+
+
+def _open_base(config: Config) -> BaseModel | None:
+    """The base model that some adapters need, or None. Raises StartError."""
+    if config.base_model is None:
+        return None
+    try:
+        return BaseModel(config.base_model)
+    except (SlotcarError, OSError) as error:
+        raise StartError(str(error)) from error
+
+
 def read_model(config: Config) -> ModelSpec | None:
     """The model that the settings name, or None. Raises StartError."""
     try:
-        if config.base_model is not None:
-            return model_spec_from_folder(config.base_model)
         if config.model_spec is not None:
             return model_spec_from_file(config.model_spec)
+        if config.base_model is not None:
+            return model_spec_from_folder(config.base_model)
     except (SlotcarError, OSError) as error:
         raise StartError(str(error)) from error
     return None
@@ -241,6 +323,12 @@ async def _expire(cache: AdapterCache, rings: Rings) -> None:
         cache.expire()
 
 
+async def _flush(cache: AdapterCache) -> None:
+    while True:
+        await asyncio.sleep(_FLUSH_SECONDS)
+        cache.tiers.disk.flush()
+
+
 async def _shut_down(rpc: Rpc, cache: AdapterCache, rings: Rings, seconds: float) -> None:
     """Takes no new sessions or loads, serves until no Forward has come for a moment or the time is over, and closes."""
     _log.info("shutting down", extra={"fields": {"sessions": len(cache.sessions), "deadline_seconds": seconds}})
@@ -252,6 +340,7 @@ async def _shut_down(rpc: Rpc, cache: AdapterCache, rings: Rings, seconds: float
         if not cache.forwards_in_flight and now - max(cache.last_forward_at, start) > _QUIET_SECONDS:
             break
         await asyncio.sleep(_QUIET_SECONDS / 10)
+    await cache.flush()
     rings.close()
     cache.close()
     await rpc.server.stop(_CLOSE_SECONDS)

@@ -19,6 +19,7 @@ from slotcar.shm.handshake import SUFFIX
 from slotcar.shm.region import MAX_ARENA_BYTES
 
 from slotcar_sidecar.core.model import DTYPES
+from slotcar_sidecar.core.policy import Eviction
 
 ENVIRONMENT_PREFIX = "SLOTCAR_"
 PLANES = ("stream", "ring", "direct")
@@ -119,15 +120,50 @@ class Config:
     insecure: bool = _setting(False, "Allow TCP beyond loopback without TLS.")
     metrics: str | None = _setting(None, "Where to serve /metrics over HTTP, as host:port. Not served without it.")
     base_model: Path | None = _setting(
-        None, "Hugging Face folder of the base model; only shapes are read. Otherwise the first session's spec counts."
+        None,
+        "Hugging Face folder of the base model: its sites, and weights for DoRA, trained biases and copies. Without it "
+        "the first session's spec counts.",
     )
-    model_spec: Path | None = _setting(None, "JSON file with the base model's sites, as `slotcar spec` writes it.")
+    model_spec: Path | None = _setting(
+        None, "JSON file with the base model's sites, as `slotcar spec` writes it, in place of those of --base-model."
+    )
     slots: int = _setting(8, "Number of adapter slots.", most=4096)
     max_rank: int = _setting(64, "Largest LoRA rank at any site.", most=65536)
     dtype: str = _setting("float32", "Element type of the slots.", choices=DTYPES)
     device: str = _setting("auto", "Where the slots are; auto is the CPU.", choices=("auto", "cpu", "cuda"))
     root: tuple[Path, ...] = _setting((), "Folder that adapters may be loaded from. Repeatable; none allows no load.")
+    source: tuple[str, ...] = _setting(
+        (),
+        "Remote place that adapters may be loaded from: hf://org/repo, hf://org/*, s3://bucket/prefix, or a prefix of "
+        "another scheme of fsspec. Repeatable; none allows no network.",
+    )
+    source_options: Path | None = _setting(
+        None, "JSON file of endpoints, regions and references to credentials, by prefix."
+    )
+    offline: bool = _setting(False, "Use no network: hf:// from its cache only, no other remote source.")
+    hf_cache: Path = _setting(Path("/var/cache/slotcar/hub"), "Folder of the cache of hf://, as huggingface_hub's.")
+    fetch_seconds: float = _setting(600.0, "Longest time to fetch one remote adapter, with all retries.")
+    fetch_rate: int = _setting(1 << 30, "Most bytes per second that one remote adapter is fetched with.", size=True)
+    eviction: str = _setting(
+        "lru",
+        "Which adapter gives its slot to another: the one used the longest ago, the one asked for the least often, or "
+        "the one whose frequency times bytes times seconds of a reload is the least.",
+        choices=tuple(kind.value for kind in Eviction),
+    )
     host_bytes: int = _setting(4 << 30, "Size of the host tier: verified adapters in memory.", size=True)
+    disk: Path | None = _setting(
+        None, "Folder of the disk tier, which several servers may share. Made if its parent is there; none without it."
+    )
+    disk_bytes: int = _setting(64 << 30, "Size of the disk tier, with what other servers have there.", size=True)
+    journal: Path | None = _setting(
+        None, "File that brings names and residents back after a restart; of this server alone. None without it."
+    )
+    adapters: Path | None = _setting(
+        None, "YAML file of adapters that must be present, kept or absent. Followed while it changes."
+    )
+    adapters_poll_seconds: float = _setting(
+        10.0, "How often to look at the file of --adapters, and at what it declares, without being told of a change."
+    )
     device_bytes: int = _setting(64 << 30, "The most memory that all slots together may take.", size=True)
     max_adapter_bytes: int = _setting(2 << 30, "Largest adapter file.", size=True)
     max_message_bytes: int = _setting(64 << 20, "Largest request.", size=True)
@@ -162,8 +198,6 @@ class Config:
             raise ConfigError("max_message_bytes", self.max_message_bytes, f"at most {_MAX_MESSAGE_BYTES}")
         if self.device == "cuda":
             raise ConfigError("device", "cuda", "cpu: this version computes on the CPU only")
-        if self.base_model is not None and self.model_spec is not None:
-            raise ConfigError("model_spec", self.model_spec, "either --base-model or --model-spec")
         if "stream" not in self.planes:
             raise ConfigError("planes", ",".join(self.planes) or "empty", "stream among them")
         self._check_addresses()
@@ -206,6 +240,11 @@ class Config:
                 value = [str(part) for part in value]
             plain[item.name] = str(value) if isinstance(value, Path) else value
         return plain
+
+
+def environment_value(name: str) -> str | None:
+    """A variable that a file of --source-options refers to."""
+    return os.environ.get(name)
 
 
 def _check_choices(item: dataclasses.Field[Any], value: object) -> None:

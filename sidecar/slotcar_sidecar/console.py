@@ -17,9 +17,11 @@ from rich.text import Text
 from slotcar_client import (
     AdapterInfo,
     Capacity,
+    DesiredSet,
     Estimate,
     Event,
     LoadReport,
+    Prefetched,
     SessionInfo,
     SlotcarError,
     Snapshot,
@@ -125,9 +127,11 @@ class Output:
             self.json(dataclasses.asdict(adapter))
             return
         for key, value in dataclasses.asdict(adapter).items():
-            if key != "sites":
+            if key not in ("sites", "history"):
                 shown = tables.human_bytes(value) if key == "bytes" else value
                 self.line(f"{key:>8}  {'-' if value is None else shown}")
+        for digest in adapter.history:
+            self.line(f"{'before':>8}  {digest}")
         if sites:
             self._print_sites("site", adapter.sites)
 
@@ -175,6 +179,23 @@ class Output:
         self.line("fits" if estimate.fits else f"does not fit: {estimate.why_not}")
         self.line(self._sizes(estimate))
         self.line(f"  {tables.human_bytes(estimate.device_bytes)} of a slot, {tables.short(estimate.digest)}")
+
+    def prefetched(self, found: Sequence[Prefetched]) -> None:
+        if self.as_json:
+            self.json([dataclasses.asdict(each) for each in found])
+            return
+        self.rows(tables.prefetched(found))
+
+    def desired(self, desired: DesiredSet) -> None:
+        if self.as_json:
+            self.json(dataclasses.asdict(desired))
+            return
+        if desired.file is None:
+            self.line("the server follows no file of adapters: serve with --adapters FILE")
+            return
+        self.rows(tables.desired(desired.adapters))
+        for line in tables.desired_file(desired):
+            self.line(line)
 
     def checks(self, checks: Sequence[Check]) -> None:
         if self.as_json:

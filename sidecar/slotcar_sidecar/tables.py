@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from slotcar_client import Capacity, Event, Layout, MappingInfo, SessionInfo, Slot, Snapshot
+from slotcar_client import (
+    Capacity,
+    DesiredAdapter,
+    DesiredSet,
+    Event,
+    Layout,
+    MappingInfo,
+    Prefetched,
+    SessionInfo,
+    Slot,
+    Snapshot,
+)
 
 _DIGEST_CHARACTERS = 12
 
@@ -75,6 +86,39 @@ def adapters(snapshot: Snapshot, pins: Sequence[Pin]) -> Rows:
     return Rows(("NAME", "TIER", "SLOT", "RANK", "SIZE", "PINS", "KEEP", "DIGEST", "PINNED BY"), tuple(rows))
 
 
+def prefetched(found: Iterable[Prefetched]) -> Rows:
+    """Where each adapter is, and why it is no nearer."""
+    rows = [
+        (each.ref, *((a.tier, number(a.slot)) if (a := each.adapter) else ("-", "-")), each.why_not) for each in found
+    ]
+    return Rows(("NAME", "TIER", "SLOT", "WHY NO NEARER"), tuple(rows))
+
+
+def desired(found: Iterable[DesiredAdapter]) -> Rows:
+    """What is declared, how far each is, and why it is not there."""
+    rows = tuple(
+        (
+            *(each.name or each.place, each.desired or "-", each.tier or "-", each.state),
+            *(human_seconds(each.since_seconds), str(each.attempts)),
+            "-" if each.next_try_seconds is None else f"in {human_seconds(each.next_try_seconds)}",
+            f"{each.reason}: {each.message}" if each.reason else "-",
+        )
+        for each in found
+    )
+    return Rows(("ADAPTER", "DESIRED", "TIER", "STATE", "SINCE", "ATTEMPTS", "NEXT TRY", "CAUSE"), rows)
+
+
+def desired_file(desired: DesiredSet) -> tuple[str, ...]:
+    """The file behind the table, in a line, and what is wrong with it in another."""
+    file, states = desired.file, [each.state for each in desired.adapters]
+    if file is None:
+        return ()
+    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)) or "no entries"
+    version = f"version {short(file.version)}" if file.version else "no version yet"
+    wrong = (f"what is in it now is not in force: {file.reason}: {file.message}",) if file.reason else ()
+    return (f"{file.path}: {counts}; {version}", *wrong)
+
+
 def slots(snapshot: Snapshot, pins: Sequence[Pin]) -> Rows:
     """Each slot with its adapter and who pins it."""
     rows = tuple(
@@ -137,9 +181,18 @@ def capacity(c: Capacity) -> tuple[str, ...]:
         f"slots     {c.slots}{size}: {states}",
         f"          {c.slots_pinned} pinned, {c.slots_reserved} reserved, {c.slots_available} available to a load",
         f"host      {human_bytes(c.host_bytes_used)} of {human_bytes(c.host_bytes_capacity)}{held}",
+        *_disk(c),
         f"adapters  {c.adapters} of {c.adapters_capacity}, {c.keeps} kept",
         f"sessions  {c.sessions} of {c.sessions_capacity}, {c.waiting} mappings wait for slots",
+        *((f"restoring {c.restoring} names of the journal",) if c.restoring else ()),
+        *(f"not back  {short_ref(failure.ref)}: {failure.why_not}" for failure in c.restore_failures),
     )
+
+
+def _disk(c: Capacity) -> Iterator[str]:
+    if c.disk_bytes_capacity:
+        held = f", {human_bytes(c.disk_bytes_held)} of it nowhere else" if c.disk_bytes_held else ""
+        yield f"disk      {human_bytes(c.disk_bytes_used)} of {human_bytes(c.disk_bytes_capacity)}{held}"
 
 
 def event(event: Event, time_format: str = "%Y-%m-%d %H:%M:%S") -> str:

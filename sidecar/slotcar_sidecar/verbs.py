@@ -24,7 +24,7 @@ _QUIET_SECONDS = 0.2
 @click.argument("name", shell_complete=adapter_names)
 @click.argument("source", required=False, shell_complete=folders)
 @click.option("--upload", is_flag=True, help="SOURCE is a folder of this machine, whose two files are sent.")
-@click.option("--tier", type=click.Choice(("host", "device")), default="device", help="Where it is wanted.")
+@click.option("--tier", type=click.Choice(("disk", "host", "device")), default="device", help="Where it is wanted.")
 @click.option("--replace", is_flag=True, help="Move the name from other bytes to these.")
 @click.option("--keep", is_flag=True, help="Keep it resident.")
 @click.option("--digest", help="Refuse other bytes than these: sha256:…")
@@ -33,7 +33,7 @@ def load(client: Client, out: console.Output, name: str, source: str | None, upl
     """Make an adapter resident under NAME, from SOURCE: a folder or file:// URI under a root of the server.
 
     Without SOURCE, an adapter that the server knows comes back from where it was loaded. With --tier host it stops in
-    memory, in no slot.
+    memory, in no slot; with --tier disk in the disk tier.
     """
     if upload and source is None:
         raise click.UsageError("--upload needs a folder to send")
@@ -71,10 +71,14 @@ def release(client: Client, out: console.Output, name: str) -> None:
 
 
 @click.command("list")
+@click.option("--desired", is_flag=True, help="List what the server's file of adapters declares, and how far that is.")
 @calls_server
-def list_adapters(client: Client, out: console.Output) -> None:
+def list_adapters(client: Client, out: console.Output, desired: bool) -> None:
     """List the adapters, and who pins their slots."""
-    out.snapshot(client.snapshot(), client.sessions())
+    if desired:
+        out.desired(client.desired())
+    else:
+        out.snapshot(client.snapshot(), client.sessions())
 
 
 @click.command()
@@ -94,6 +98,21 @@ def estimate(client: Client, out: console.Output, source: str) -> None:
         result = client.estimate(absolute(source))
     out.estimate(result)
     if not result.fits:
+        sys.exit(1)
+
+
+@click.command()
+@click.argument("names", nargs=-1, required=True, metavar="NAME…", shell_complete=adapter_names)
+@click.option(
+    "--tier", type=click.Choice(("disk", "host", "device")), default="device", help="How near they are wanted."
+)
+@calls_server
+def prefetch(client: Client, out: console.Output, names: tuple[str, ...], tier: str) -> None:
+    """Bring adapters that the server knows nearer, the most wanted first, without taking anything from anybody."""
+    with out.working(f"bringing {len(names)} nearer"):
+        found = client.prefetch(names, tier=tier)
+    out.prefetched(found)
+    if any(each.why_not for each in found):
         sys.exit(1)
 
 
@@ -158,4 +177,4 @@ async def events(
         raise Unavailable("the server ended the stream of events")
 
 
-COMMANDS = (load, unload, keep, release, list_adapters, show, estimate, capacity, sessions, end, events)
+COMMANDS = (load, unload, keep, release, list_adapters, show, estimate, prefetch, capacity, sessions, end, events)

@@ -20,7 +20,7 @@ from typing import TextIO
 from tests.bench.sizes import Size, add_sizes
 from tests.bench.targets import TARGETS, Line
 
-BENCHES = ("planes", "mapping", "clients", "e2e", "step", "load", "kernels")
+BENCHES = ("planes", "mapping", "clients", "e2e", "step", "load", "beside", "hits", "kernels")
 # One thread each, in every process: two OpenMP threads on a busy core make kernels many times slower.
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",

@@ -113,6 +113,14 @@ def _load(line: Line) -> dict[str, float]:
     return {"slotcar": line["ours_cpu_median"] / 1e3, line["peer"]: line["peer_cpu_median"] / 1e3}
 
 
+def _hits(line: Line) -> dict[str, float]:
+    return {line["ours"]: 100 * line["case"]["hit_ratio"], "belady": 100 * line["case"]["belady"]}
+
+
+def _beside(line: Line) -> dict[str, float]:
+    return {"beside loads": line["ours_cpu_median"], "alone": line["peer_cpu_median"]}
+
+
 def _mapping(line: Line) -> dict[str, float]:
     registered = f"{line['case']['registered']:,} adapters"
     return {registered: line["ours_cpu_median"], "10 adapters": line["peer_cpu_median"]}
@@ -144,6 +152,15 @@ CHARTS: Mapping[str, Chart] = {
         "Loading an adapter, ms of CPU time",
         lambda case: f"{case['what']}, {case['mib']} MiB, {case['dtype']} to {case['slot_dtype']}",
         _load,
+    ),
+    "beside": Chart(
+        "CPU time of a Forward, µs", lambda case: f"{case['plane']}, {case['rows']} rows", _beside, linear=True
+    ),
+    "hits": Chart(
+        "Requests whose adapter is in its tier, %",
+        lambda case: f"{case['trace']}, {case['tier']}: {case['room']}",
+        _hits,
+        linear=True,
     ),
     "mapping": Chart("SetMapping of 256 entries, µs of CPU time", lambda case: str(case["work"]), _mapping),
     "clients": Chart(

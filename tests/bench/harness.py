@@ -15,7 +15,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -34,12 +34,14 @@ __all__ = [
     "timed",
 ]
 
-Bench = Literal["kernels", "planes", "step", "load", "mapping", "clients", "e2e"]
+Bench = Literal["kernels", "planes", "step", "load", "beside", "hits", "mapping", "clients", "e2e"]
 """What is measured; also the name of the line's table and plot."""
 
-Peer = Literal["peft", "torch", "grpc-unary", "eventfd", "memcpy", "roof", "in-process", "base", "ten-adapters"]
+Peer = Literal[
+    "peft", "torch", "grpc-unary", "eventfd", "memcpy", "roof", "in-process", "base", "ten-adapters", "alone", "belady"
+]
 """What ours is compared with: `roof` is to move all bytes once or a float32 matrix product, whichever is slower;
-`ten-adapters` is ours where ten are registered."""
+`ten-adapters` is ours where ten are registered, `alone` ours while nothing is loaded; `belady` knows the future."""
 
 Call = Callable[[], object]
 
@@ -98,6 +100,20 @@ class Record:
             cpu_ratio=_ratio(their_median.cpu, our_median.cpu),
             runs=len(mine),
         )
+
+    @classmethod
+    def counted(
+        cls,
+        bench: Bench,
+        case: Mapping[str, Any],
+        ours: tuple[str, Sequence[float]],
+        peer: tuple[Peer, Sequence[float]],
+        unit: str,
+    ) -> Record:
+        """The record of two sides that were counted, not timed: the less the better; it has no CPU times."""
+        sides = ([Took(round(count, 2), 0.0) for count in counts] for _, counts in (ours, peer))
+        mine, theirs = ((name, took) for (name, _), took in zip((ours, peer), sides, strict=True))
+        return replace(cls.of(bench, case, mine, theirs), unit=unit)  # type: ignore[arg-type]
 
     def printed(self) -> Record:
         """Itself, after its line went out."""

@@ -29,7 +29,7 @@ from slotcar_sidecar.core.ids import SlotId
 from slotcar_sidecar.core.model import ModelSpec, Site
 from slotcar_sidecar.device.cpu import CpuDevice
 from slotcar_sidecar.store.memory import private_memory
-from slotcar_sidecar.store.source import LocalSource
+from slotcar_sidecar.store.sources.local import LocalSource
 from slotcar_sidecar.store.weights import HostWeights
 
 from tests.adapters import raw_tensors, write_raw_adapter
@@ -85,7 +85,7 @@ def make_memcpy(device: CpuDevice, size: int) -> Call:
 
 
 def make_fill_of_a(device: CpuDevice, weights: HostWeights) -> Call:
-    arrays = [SlotArray(device._a[site][SLOT, : len(a)], a) for site, a in weights.a.items()]
+    arrays = [SlotArray(device._arrays[site].a[SLOT, : len(a)], a) for site, a in weights.a.items()]
     return lambda: fill_slot(arrays)
 
 

@@ -34,8 +34,9 @@ from slotcar_sidecar.core.ports import Environment, Limits
 from slotcar_sidecar.core.residency import Residency
 from slotcar_sidecar.core.session import Sessions, SessionTerms
 from slotcar_sidecar.rpc import convert
+from slotcar_sidecar.store.disk.tier import NoDisk
 from slotcar_sidecar.store.host import HostTierLru
-from slotcar_sidecar.store.tiers import SourceAndHost
+from slotcar_sidecar.store.tiers import StoreTiers
 
 from tests.bench.harness import Record, Took
 from tests.bench.registered import register
@@ -117,12 +118,14 @@ def _make_cache() -> AdapterCache:
     source = FakeSource({f"/adapters/{name}": name for name in NAMES})
     pool, observer, host = InlineExecutor(), SilentObserver(), HostTierLru(1 << 20)
     numbers = iter(range(1 << 30))
+    environment = Environment(pool, pool, pool, time.monotonic, lambda: str(next(numbers)), observer)
+    tiers = StoreTiers(source, host, NoDisk(), environment, 1 << 20)
     cache = AdapterCache(
-        Residency(Layout.empty(Epoch("bench"), RESIDENT), EventLog(time.time), host.drop, MANY),
+        Residency(Layout.empty(Epoch("bench"), RESIDENT), EventLog(time.time), tiers.forget, MANY),
         Sessions(max_sessions=8, max_mappings=8),
-        SourceAndHost(source, host, 1 << 20, pool, observer, time.monotonic),
+        tiers,
         FakeDevice(RESIDENT),
-        Environment(pool, pool, time.monotonic, lambda: str(next(numbers)), observer),
+        environment,
         Limits(
             1 << 40,
             max_entries=4096,

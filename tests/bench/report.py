@@ -17,7 +17,7 @@ from tests.bench.targets import TARGETS, Line
 
 __all__ = ["write_report"]
 
-_BENCHES = ("kernels", "planes", "step", "load", "mapping", "clients", "e2e")
+_BENCHES = ("kernels", "planes", "step", "load", "beside", "hits", "mapping", "clients", "e2e")
 _HEAD = """# Measurements
 
 `make bench-full` makes this page; `make bench` measures less, in less than five minutes. A machine that does something
@@ -101,10 +101,12 @@ def _table(lines: Sequence[Line]) -> str:
 def _cells(line: Line, varying: Sequence[str]) -> Iterator[str]:
     yield from (_text(line["case"].get(name)) for name in varying)
     yield str(line["peer"])
-    yield from (_time(line[name]) for name in ("ours_median", "peer_median"))
+    amount = _time if line["unit"] == "us" else _count
+    yield from (amount(line[name]) for name in ("ours_median", "peer_median"))
     ratio = line["peer_median"] / line["ours_median"]
     yield f"**{ratio:.3g}**" if line["case"].get("target") else f"{ratio:.3g}"
-    yield from (_time(line[name]) for name in ("ours_p99", "peer_p99", "ours_cpu_median", "peer_cpu_median"))
+    yield from (amount(line[name]) for name in ("ours_p99", "peer_p99"))
+    yield from (_time(line[name]) if amount is _time else "" for name in ("ours_cpu_median", "peer_cpu_median"))
     yield str(line["runs"])
 
 
@@ -118,6 +120,10 @@ def _time(microseconds: float) -> str:
     if microseconds >= 1e4:
         return f"{microseconds / 1e3:,.1f} ms" if microseconds < 1e6 else f"{microseconds / 1e6:,.2f} s"
     return f"{microseconds:,.1f} µs" if microseconds < 1e3 else f"{microseconds:,.0f} µs"
+
+
+def _count(value: float) -> str:
+    return f"{value:,.1f}"
 
 
 def _skipped(line: Line) -> str:

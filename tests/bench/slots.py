@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from slotcar.shm.mapping import map_file, use_huge_pages
-from slotcar.shm.slots import SlotsGeometry
+from slotcar.shm.slots import LeafShape, SlotsGeometry
 from slotcar_kernels.buffers import DTYPE_NAMES
 from slotcar_kernels.sites import SiteSlots
 
@@ -26,7 +26,7 @@ class PrivateSlots:
     def __init__(self, sites: Sequence[Site], slots: int, rank: int, dtype: torch.dtype, kind: str) -> None:
         """kind: "anonymous" memory, or "shared" pages that nobody else has; with huge pages where there are some."""
         ordered = sorted(sites)  # as a ModelSpec has them
-        geometry = SlotsGeometry(slots, rank, DTYPE_NAMES[dtype], [site[1:] for site in ordered])
+        geometry = SlotsGeometry(slots, rank, DTYPE_NAMES[dtype], [LeafShape(*site[1:]) for site in ordered])
         weights = torch.frombuffer(_memory(geometry.total_bytes, kind), dtype=dtype, offset=geometry.weights_offset)
         stride = geometry.slot_bytes // dtype.itemsize
 

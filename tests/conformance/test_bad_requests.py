@@ -209,6 +209,9 @@ def site(**fields: Any) -> model_pb2.Site:
     return model_pb2.Site(**{"name": "k", "in_features": 8, "out_features": 8} | fields)
 
 
+PART = model_pb2.SitePart(name="p", out_features=7)
+WIDE_PART = model_pb2.SitePart(name="p", out_features=8, copies=2)
+
 # (request, field): the field is where the request is wrong.
 BAD_SESSIONS: dict[str, tuple[engine.OpenSessionRequest, str]] = {
     "long-name": (engine.OpenSessionRequest(client_name="x" * 201), "client_name"),
@@ -220,7 +223,8 @@ BAD_SESSIONS: dict[str, tuple[engine.OpenSessionRequest, str]] = {
     "no-site": (spec(), "model_spec.sites"),
     "site-twice": (spec(SITE, SITE), "model_spec.sites"),
     "dtype": (spec(SITE, dtype=99), "model_spec.dtype"),
-    "ranks": (spec(SITE, tensor_parallel=2), "model_spec.tensor_parallel"),
+    "ranks": (spec(SITE, tensor_parallel=2**32 - 1), "model_spec.tensor_parallel"),
+    "renames": (spec(SITE, renames=[model_pb2.Rename()] * 65), "model_spec.renames"),
 }
 BAD_SITES: dict[str, tuple[engine.OpenSessionRequest, str]] = {
     "no-name": (spec(SITE, site(name="")), "model_spec.sites[1].name"),
@@ -228,6 +232,26 @@ BAD_SITES: dict[str, tuple[engine.OpenSessionRequest, str]] = {
     "no-features": (spec(SITE, site(in_features=0)), "model_spec.sites[1].in_features"),
     "features": (spec(SITE, site(out_features=2**32 - 1)), "model_spec.sites[1].out_features"),
     "kind": (spec(SITE, site(kind=99)), "model_spec.sites[1].kind"),
+    "shard": (spec(SITE, site(shard=99)), "model_spec.sites[1].shard"),
+    "experts-of-linear": (spec(SITE, site(experts=1)), "model_spec.sites[1].experts"),
+    "no-experts": (spec(SITE, site(kind=model_pb2.SITE_KIND_EXPERTS)), "model_spec.sites[1].experts"),
+    "experts": (spec(SITE, site(kind=model_pb2.SITE_KIND_EXPERTS, experts=4097)), "model_spec.sites[1].experts"),
+    "parts": (spec(SITE, site(parts=[PART])), "model_spec.sites[1].parts"),
+    "part-name": (spec(SITE, site(parts=[model_pb2.SitePart(out_features=8)])), "model_spec.sites[1].parts[0].name"),
+    "sharded-embedding": (
+        spec(SITE, site(kind=model_pb2.SITE_KIND_EMBEDDING, shard=model_pb2.SHARD_ROW)),
+        "model_spec.sites[1].shard",
+    ),
+    "uneven-columns": (
+        spec(SITE, site(shard=model_pb2.SHARD_COLUMN), tensor_parallel=3),
+        "model_spec.sites[0].out_features",
+    ),
+    "uneven-rows": (spec(site(shard=model_pb2.SHARD_ROW), tensor_parallel=3), "model_spec.sites[0].in_features"),
+    "copies": (
+        spec(site(parts=[WIDE_PART], shard=model_pb2.SHARD_COLUMN), tensor_parallel=3),
+        "model_spec.sites[0].parts.copies",
+    ),
+    "rename": (spec(SITE, renames=[model_pb2.Rename(adapter_prefix="a.")]), "model_spec.renames[0]"),
 }
 
 

@@ -67,7 +67,8 @@ def test_a_server_without_a_model_waits_for_one(start_target: Callable[..., Targ
         stream.close()
 
     check_memory(target)
-    needed = 40 * (MOST_FEATURES + 1) * target.server.slots * target.server.max_rank * 4
+    vectors = 2 * 4  # gain and bias of one feature, as float32
+    needed = 40 * ((MOST_FEATURES + 1) * target.server.max_rank * 4 + vectors) * target.server.slots
     with target.unchanged():
         refusal = refused(opening(target, model_spec=wide(40)))
     assert refusal.reason == "CAPACITY_EXCEEDED"

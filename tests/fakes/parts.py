@@ -7,7 +7,7 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Coroutine, Hashable, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar, cast
 
 from slotcar_sidecar.cache import AdapterCache
@@ -18,13 +18,17 @@ from slotcar_sidecar.core.forward import ForwardItem
 from slotcar_sidecar.core.ids import Digest, Epoch, SlotId
 from slotcar_sidecar.core.layout import Layout, SlotState
 from slotcar_sidecar.core.model import ModelSpec, Site
+from slotcar_sidecar.core.policy import Eviction
 from slotcar_sidecar.core.ports import Environment, Limits
 from slotcar_sidecar.core.residency import Residency
 from slotcar_sidecar.core.session import Sessions
 from slotcar_sidecar.core.tally import ForwardTally
 from slotcar_sidecar.core.tensor import Matrix
+from slotcar_sidecar.store.disk.tier import DiskTierLru, NoDisk, Threads
 from slotcar_sidecar.store.host import HostTierLru
-from slotcar_sidecar.store.tiers import SourceAndHost
+from slotcar_sidecar.store.tiers import StoreTiers
+
+from tests.fakes.disk import FakeFolder
 
 T = TypeVar("T")
 
@@ -123,6 +127,9 @@ class FakeSource:
     def canonical(self, uri: str) -> str:
         return uri
 
+    def is_remote(self, uri: str) -> bool:
+        return uri.startswith("far:")
+
     def version(self, uri: str) -> Hashable:
         return self.contents.get(uri)
 
@@ -131,6 +138,20 @@ class FakeSource:
         if uri not in self.contents:
             raise SourceUnavailable(f"nothing at {uri}", source=uri)
         return weights_of(self.contents[uri], source=uri)
+
+
+class FakeUpload:
+    """Implements core.ports.Upload: files that came whole."""
+
+    def __init__(self, content: str) -> None:
+        self._content = content
+
+    def add_config(self, chunk: bytes) -> None: ...
+
+    def add_weights(self, chunk: bytes) -> None: ...
+
+    def finish(self, wanted: Digest | None) -> Weights:
+        return weights_of(self._content, source="")
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,8 +211,8 @@ class FakeDevice:
             if any(slot == read for batch in self.reading for read, _ in batch.rows):
                 self.written_while_read.append(slot)
 
-    def check(self, weights: Weights) -> None:
-        pass
+    def check(self, weights: Weights) -> tuple[str, ...]:
+        return ()
 
     def fill(self, slot: SlotId, weights: Weights) -> None:
         self.writing.discard(slot)
@@ -199,7 +220,9 @@ class FakeDevice:
             raise self.fail_fill
         self.bytes[slot] = str(weights.adapter.digest)
 
-    def prepare(self, entries: Sequence[tuple[SlotId | None, int]], items: Sequence[ForwardItem]) -> FakeBatch:
+    def prepare(
+        self, entries: Sequence[tuple[SlotId | None, int]], items: Sequence[ForwardItem], rank: int = 0
+    ) -> FakeBatch:
         batch = FakeBatch(tuple(entries), [])
         self.launch(batch)
         self.reading.append(batch)
@@ -238,7 +261,13 @@ class SilentObserver:
 
     def host_lookup(self, *, hit: bool) -> None: ...
 
+    def disk(self, operation: str, result: str) -> None: ...
+
+    def journal(self, result: str) -> None: ...
+
     def forward(self, plane: str, rows: int, seconds: float, reason: str) -> None: ...
+
+    def forward_waited(self) -> None: ...
 
     def begin_tally(self, plane: str) -> ForwardTally:
         return ForwardTally()
@@ -261,7 +290,16 @@ class Bench:
 
 
 def make_bench(
-    slots: int, *, host_bytes: int = 1 << 20, model: ModelSpec | None = MODEL, life: int = 1, fills_only: bool = False
+    slots: int,
+    *,
+    host_bytes: int = 1 << 20,
+    model: ModelSpec | None = MODEL,
+    life: int = 1,
+    fills_only: bool = False,
+    eviction: Eviction = Eviction.LRU,
+    folder: FakeFolder | None = None,
+    disk_pool: Executor | None = None,
+    remote_pool: Executor | None = None,
 ) -> Bench:
     """A new epoch. Jobs wait in `load_pool` and `compute_pool`; reads of sources run at once.
 
@@ -275,13 +313,19 @@ def make_bench(
     seen: list[Event] = []
     events = EventLog(clock)
     events.listeners.append(seen.append)
-    observer = SilentObserver()
+    observer, inline = SilentObserver(), InlineExecutor()
+    far = remote_pool or inline
+    environment = Environment(load_pool, far, compute_pool, clock, lambda: f"{life}.{next(numbers)}", observer)
+    reading = replace(environment, load_pool=inline)
+    threads = Threads(inline, disk_pool or inline, lambda call: call())
+    disk = NoDisk() if folder is None else DiskTierLru(folder, threads, observer)
+    tiers = StoreTiers(source, host, disk, reading, 1 << 20)
     cache = AdapterCache(
-        Residency(Layout.empty(Epoch(f"epoch {life}"), slots), events, host.drop, max_names=8),
+        Residency(Layout.empty(Epoch(f"epoch {life}"), slots), events, tiers.forget, max_names=8, eviction=eviction),
         Sessions(max_sessions=64, max_mappings=8),
-        SourceAndHost(source, host, 1 << 20, InlineExecutor(), observer, clock),
+        tiers,
         device,
-        Environment(load_pool, compute_pool, clock, lambda: f"{life}.{next(numbers)}", observer),
+        environment,
         Limits(
             device_bytes=1 << 40,
             max_entries=64,

@@ -14,9 +14,8 @@ class Gauges:
     """The sidecar's metrics."""
 
     def __init__(self, sidecar: SidecarProcess) -> None:
-        found = re.search(r"http://127\.0\.0\.1:\d+/metrics", sidecar.log)
-        assert found is not None
-        self._url = found[0]
+        # Of its last life.
+        self._url = re.findall(r"http://127\.0\.0\.1:\d+/metrics", sidecar.log)[-1]
 
     def text(self) -> str:
         """All of them."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 from slotcar.shm.handshake import SUFFIX
-from slotcar.shm.region import NO_BASE, Item, Kind
+from slotcar.shm.region import ABSENT, Item, Kind
 
 from tests.faults.child import REPOSITORY, Child, say
 from tests.faults.raw import RawEngine
@@ -54,7 +54,7 @@ class RingEngine:
 
     def send(self) -> int:
         """A Forward of ROWS rows; returns its cell."""
-        return self.client.send(Kind.FORWARD, forward_request(self.generation, [ROWS], [Item(0, 0, NO_BASE, OUT)]))
+        return self.client.send(Kind.FORWARD, forward_request(self.generation, [ROWS], [Item(0, 0, ABSENT, OUT)]))
 
     def forward(self, columns: int) -> np.ndarray:
         """A Forward and its result. Raises Refused."""

@@ -46,9 +46,9 @@ double largest_error(int64_t dtype, int64_t slot_dtype, int64_t rows, int64_t in
     const int64_t middle = (rows + 1) / 2, ranks[] = {rank, rank};
     const SlotcarSegment segments[] = {{1, 0, middle}, {0, middle, rows}};
     const float scales[] = {0.5f, 2.0f};
-    const SlotcarBatch batch{rows, order.data(), segments, 2, nullptr, 0, x.stored.data(), in, in, dtype};
+    const SlotcarBatch batch{rows, order.data(), segments, 2, nullptr, 0, x.stored.data(), in, in, dtype, nullptr};
     const SlotcarSite site{a.stored.data(), b.stored.data(), rank * in, in,           rank * out, out, slot_dtype,
-                           ranks,           scales,          out,       found.data(), out,        base.stored.data(), out};
+                           ranks,           scales,          out,       found.data(), out,        base.stored.data(), out, 1, 0, 0};
     if (slotcar_lora_forward(&batch, &site, 1, SLOTCAR_PORTABLE, 2) != SLOTCAR_OK) return INFINITY;
     double worst = 0;
     for (int64_t row = 0; row < rows; ++row) {
@@ -95,6 +95,66 @@ bool fills(int64_t from_dtype, int64_t to_dtype, int64_t rows, int64_t columns, 
     return true;
 }
 
+/* Two slots of two experts each, a row for each of the four; and the same matrices as embeddings, a token for each row. */
+bool finds_experts_and_tokens() {
+    constexpr int64_t in = 5, out = 7, rank = 3, rows = 4;
+    const Matrix<float> x(rows * in, 1), a(rows * rank * in, 1), b(rows * rank * out, 1);
+    std::vector<float> found(rows * out), looked_up(rows * out);
+    const SlotcarSegment segments[] = {{0, 0, 1}, {1, 1, 2}, {2, 2, 3}, {3, 3, 4}}, whole[] = {{1, 0, 4}};
+    const int64_t ranks[] = {rank, rank, rank, rank}, ids[] = {2, 0, 1, 4};
+    const float scales[] = {1, 1, 1, 1};
+    SlotcarBatch batch{rows, nullptr, segments, 4, nullptr, 0, x.stored.data(), in, in, SLOTCAR_FLOAT32, nullptr};
+    SlotcarSite site{a.stored.data(), b.stored.data(), 2 * rank * in, in,   2 * rank * out, out, SLOTCAR_FLOAT32, ranks, scales, out,
+                     found.data(),    out,             nullptr,       0,    2,              rank * in, rank * out};
+    bool right = slotcar_lora_forward(&batch, &site, 1, SLOTCAR_PORTABLE, 1) == SLOTCAR_OK;
+    batch.segments = whole;
+    batch.segment_count = 1;
+    batch.ids = ids;
+    site = {a.stored.data(), b.stored.data(),  rank * in, rank,    rank * out, out, SLOTCAR_FLOAT32, ranks, scales, out,
+            looked_up.data(), out,             nullptr,   0,       1,          0,   0};
+    right &= slotcar_lora_forward(&batch, &site, 1, SLOTCAR_PORTABLE, 1) == SLOTCAR_OK;
+    for (int64_t row = 0; row < rows; ++row)
+        for (int64_t o = 0; o < out; ++o) {
+            double expert = 0, token = 0;
+            for (int64_t r = 0; r < rank; ++r) {
+                double h = 0;
+                for (int64_t k = 0; k < in; ++k) h += x.values[row * in + k] * a.values[(row * rank + r) * in + k];
+                expert += h * b.values[(row * rank + r) * out + o];
+                token += a.values[rank * in + ids[row] * rank + r] * b.values[(rank + r) * out + o];
+            }
+            right &= fabs(found[row * out + o] - expert) < 1e-4 && fabs(looked_up[row * out + o] - token) < 1e-4;
+        }
+    const int64_t wrong[] = {2, 0, in, 4};
+    batch.ids = wrong;
+    right &= slotcar_lora_forward(&batch, &site, 1, SLOTCAR_PORTABLE, 1) == SLOTCAR_BAD_ID;
+    printf("experts and tokens: %s\n", right ? "right" : "wrong");
+    return right;
+}
+
+/* Slot 0 has a gain, slot 1 a bias; the last row is of BASE. */
+template <class T>
+bool seeds(int64_t dtype, double allowed) {
+    constexpr int64_t out = 37, rows = 3;
+    const Matrix<float> vectors(4 * out, 1);
+    const Matrix<T> base(rows * out, 1);
+    std::vector<T> found(rows * out);
+    const SlotcarSegment segments[] = {{0, 0, 1}, {1, 1, 2}};
+    const SlotcarRange ranges[] = {{2, 3}};
+    const int64_t flags[] = {SLOTCAR_GAIN, SLOTCAR_BIAS};
+    const SlotcarBatch batch{rows, nullptr, segments, 2, ranges, 1, nullptr, 0, 0, dtype, nullptr};
+    const SlotcarSeed seed{vectors.stored.data(), 2 * out,      out, flags, out, found.data(), out, base.stored.data(),
+                           base.stored.data(),    out,          out};
+    bool right = slotcar_seed(&batch, &seed, SLOTCAR_PORTABLE) == SLOTCAR_OK;
+    for (int64_t i = 0; i < rows * out; ++i) {
+        double wanted = base.values[i];
+        if (i < out) wanted += vectors.values[i] * base.values[i];
+        if (i >= out && i < 2 * out) wanted += vectors.values[2 * out + i];
+        right &= fabs(to_float(found[i]) - wanted) <= (i < 2 * out ? allowed * (1 + fabs(wanted)) : 0);
+    }
+    printf("seed: %s\n", right ? "right" : "wrong");
+    return right;
+}
+
 bool fills_every_array() {
     bool all = true;
     for (bool transposed : {false, true})
@@ -119,5 +179,9 @@ int main() {
     all &= good<Bfloat16, Bfloat16>("bfloat16", SLOTCAR_BFLOAT16, SLOTCAR_BFLOAT16, 1.0 / 256 + 1e-5);
     all &= good<Bfloat16, float>("bfloat16, float32 slots", SLOTCAR_BFLOAT16, SLOTCAR_FLOAT32, 1.0 / 256 + 1e-5);
     all &= fills_every_array();
+    all &= finds_experts_and_tokens();
+    all &= seeds<float>(SLOTCAR_FLOAT32, 1e-6);
+    all &= seeds<Float16>(SLOTCAR_FLOAT16, 1.0 / 2048);
+    all &= seeds<Bfloat16>(SLOTCAR_BFLOAT16, 1.0 / 256);
     return all ? 0 : 1;
 }

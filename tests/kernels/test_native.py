@@ -282,7 +282,7 @@ def test_a_library_of_another_version_is_not_used(
 ) -> None:
     another_library.write_bytes(LIBRARY.read_bytes())
     monkeypatch.setattr(native, "_ABI_VERSION", 0)
-    assert native.backend() == "torch: the compiled kernel has version 2, wanted 0: build it again"
+    assert native.backend() == "torch: the compiled kernel has version 3, wanted 0: build it again"
 
 
 def test_the_best_kernel_is_the_default(compiled: Kernel) -> None:

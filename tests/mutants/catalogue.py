@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 CORE = "sidecar/slotcar_sidecar/core"
 CACHE = "sidecar/slotcar_sidecar/cache"
+STORE = "sidecar/slotcar_sidecar/store"
 CLIENT = "clients/slotcar_client"
 CACHE_STEPS = "tests/unit/test_cache.py"
 MAPPINGS = "tests/unit/test_mappings.py"
@@ -38,6 +39,48 @@ class Mutant:
 
 
 MUTANTS = (
+    Mutant(
+        "an entry is believed without a look at its bytes",
+        f"{STORE}/disk/folder.py",
+        "verify=self._trusted.get(digest) != version)",
+        "verify=False)",
+        "tests/unit/store/disk/test_folder.py::test_a_changed_entry_is_not_read_but_set_aside",
+    ),
+    Mutant(
+        "an unload takes what another server needs from the disk",
+        f"{STORE}/disk/folder.py",
+        "if digest in self._ledger and not self._sharers.is_needed_by_others(digest, only=False):",
+        "if digest in self._ledger:",
+        "tests/unit/store/disk/test_folder.py::test_what_another_sidecar_needs_stays",
+    ),
+    Mutant(
+        "what nothing else has gives way on a full disk",
+        f"{STORE}/disk/folder.py",
+        "if not self._was_used_elsewhere(found) and not self._is_only_copy(found.digest):",
+        "if not self._was_used_elsewhere(found):",
+        "tests/unit/store/disk/test_folder.py::test_what_nothing_else_has_never_gives_way",
+    ),
+    Mutant(
+        "a prefetch takes what was used since it came",
+        f"{CORE}/slots.py",
+        "            candidates = self.uses.idle(candidates, idle_since)\n",
+        "            pass\n",
+        "tests/unit/test_prefetch.py::test_what_was_used_since_the_call_came_stays",
+    ),
+    Mutant(
+        "a prefetch goes before calls that wait",
+        f"{CACHE}/prefetch.py",
+        "            residency.slots.check(Demand(str(ref.name), None, residency.pins, 1))\n",
+        "",
+        "tests/unit/test_prefetch.py::test_a_call_that_waits_comes_first",
+    ),
+    Mutant(
+        "a Forward that waits for a loader is not counted",
+        f"{CACHE}/waits.py",
+        "        if _is_forward.get():\n",
+        "        if False:\n",
+        "tests/unit/test_waits.py::test_a_forward_behind_the_jobs_of_loaders_is_counted",
+    ),
     Mutant(
         "drop the mod_generation check",
         f"{CORE}/layout.py",
@@ -224,7 +267,7 @@ MUTANTS = (
     Mutant(
         "held bytes are dropped",
         f"{CORE}/residency.py",
-        "return self.holds.digests() | self.names.without_source() | self.slots.claimed_bytes()",
+        "return self.holds.digests() | alone | self.slots.claimed_bytes()",
         "return frozenset()",
         f"{HOLDS}::test_the_host_tier_drops_others_and_refuses_rather_than_what_is_held",
     ),

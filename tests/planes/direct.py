@@ -25,7 +25,7 @@ class DirectReader:
         view = memoryview(self._memory)
         # The header says how many slots of which rank and dtype; the sites are the model's.
         count, _, max_rank, dtype = (int.from_bytes(view[at : at + 4], "little") for at in (12, 16, 20, 24))
-        features = [(site.in_features, site.out_features) for site in model.sites]
+        features = [slots.LeafShape(site.in_features, site.out_features) for site in model.sites]
         self._geometry = slots.SlotsGeometry(count, max_rank, slots.DTYPES[dtype], features)
         self._geometry.check(view, connection.epoch)
         self._view = view
@@ -55,7 +55,7 @@ class DirectReader:
         if not self.is_right(generation, (slot for slot, _ in entries)):
             return None
         dtype, x_bytes, base_bytes = tensors
-        rows, (in_features, out_features) = sum(count for _, count in entries), self._features[site]
+        rows, (in_features, out_features) = sum(count for _, count in entries), self._features[site][:2]
         x = _tensor(dtype, rows, in_features, x_bytes)
         base = None if base_bytes is None else _tensor(dtype, rows, out_features, base_bytes)
         out = torch.empty(rows, out_features, dtype=x.dtype)
@@ -63,11 +63,11 @@ class DirectReader:
             slots.PART.unpack_from(self._view, self._geometry.part_offset(slot, site))
             for slot in range(self._geometry.slots)
         ]
-        ranks, scales = [rank for rank, _ in parts], [scale for _, scale in parts]
+        ranks, scales = [rank for rank, _, _ in parts], [scale for _, scale, _ in parts]
         a, b = (
             self._array(offsets[site], features)
             for offsets, features in zip(
-                (self._geometry.a_offsets, self._geometry.b_offsets), self._features[site], strict=True
+                (self._geometry.a_offsets, self._geometry.b_offsets), self._features[site][:2], strict=True
             )
         )
         lora_forward(plan_rows(entries), x, [SiteSlots(a, b, ranks, scales)], [out], [base])

@@ -202,7 +202,7 @@ class PlaneStub:
         for item, (number, site) in zip(request.items, sites, strict=True):
             if item.HasField("x"):
                 x_offset = place(len(item.x.inline), item.x.inline)
-            base = place(len(item.base.inline), item.base.inline) if item.HasField("base") else region.NO_BASE
+            base = place(len(item.base.inline), item.base.inline) if item.HasField("base") else region.ABSENT
             size = rows * site.out_features * item_bytes
             outs.append((place(size), size, site.out_features))
             items.append(region.Item(number, x_offset, base, outs[-1][0]))

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
-from slotcar_sidecar.core.calls import ForwardCall, LoadCall, MappingCall
+from slotcar_sidecar.core.calls import ForwardCall, LoadCall, MappingCall, PrefetchCall
 from slotcar_sidecar.core.folded import Folded
 from slotcar_sidecar.core.forward import ForwardItem
 from slotcar_sidecar.core.holds import HoldTerms
 from slotcar_sidecar.core.ids import AdapterName, AdapterRef, SessionId
 from slotcar_sidecar.core.mapping import Mapping
 from slotcar_sidecar.core.pins import HoldOwner
+from slotcar_sidecar.core.policy import Eviction
 from slotcar_sidecar.core.residency import OnConflict
 from slotcar_sidecar.core.session import SessionTerms
 
-from tests.fakes.parts import IDLE_SECONDS, SITE, at_once, settle, vector
+from tests.fakes.parts import IDLE_SECONDS, SITE, FakeUpload, at_once, digest_of, settle, vector
 from tests.fakes.planes import over_direct, start_over_ring
 from tests.property.oracle import Sent, check_answer
 from tests.property.world import GRACE_SECONDS, HOLD_SECONDS, NAMES, VERSIONS, WAIT_SECONDS, Asked, World
@@ -33,7 +34,18 @@ entries = st.lists(st.one_of(st.none(), names), max_size=3)
 class CacheMachine(World):
     """Each rule is one step of one actor."""
 
-    @initialize(entries=st.permutations(["a", "b", "c"]), reserved_slots=st.sampled_from((0, 1, 2)))
+    @initialize(
+        entries=st.permutations(["a", "b", "c"]),
+        reserved_slots=st.sampled_from((0, 1, 2)),
+        eviction=st.sampled_from(Eviction),
+    )
+    def start(self, entries: list[str], reserved_slots: int, eviction: Eviction) -> None:
+        """Nothing that holds depends on who gives way."""
+        self.eviction = eviction
+        self.lives -= 1
+        self.start_again()
+        self.start_busy(entries, reserved_slots)
+
     def start_busy(self, entries: list[str], reserved_slots: int) -> None:
         """Every slot is taken and mapped by one of three engines: the hard states are few steps from here."""
         if reserved_slots:
@@ -74,6 +86,46 @@ class CacheMachine(World):
     @rule(data=st.data())
     def abandon_a_load(self, data: st.DataObject) -> None:
         data.draw(st.sampled_from(self.loads)).cancel()
+
+    @precondition(lambda self: len(self.loads) < 8)
+    @rule(wanted=st.lists(names, min_size=1, max_size=3), in_slot=st.booleans())
+    def prefetch(self, wanted: list[str], in_slot: bool) -> None:
+        refs = [AdapterRef(AdapterName(name)) for name in wanted]
+        self.loads.append(self.loop.create_task(self.bench.cache.prefetch(PrefetchCall(refs, in_slot=in_slot))))
+
+    @precondition(lambda self: len(self.loads) < 8)
+    @rule(name=names, version=versions, on_conflict=st.sampled_from(OnConflict), in_slot=st.booleans())
+    def upload(self, name: str, version: str, on_conflict: OnConflict, in_slot: bool) -> None:
+        """Of bytes that a source may have, too."""
+        content = FakeUpload(name + version)
+        call = LoadCall(AdapterRef(AdapterName(name)), None, on_conflict, in_slot=in_slot, upload=content)
+        self.loads.append(self.loop.create_task(self.bench.cache.load(call)))
+
+    @rule(name=names, version=versions)
+    def upload_what_then_leaves_memory(self, name: str, version: str) -> None:
+        """Not in a slot, and not held: the disk alone has it, if it takes it."""
+        self.folder.is_full = False
+        self.upload(name, version, OnConflict.REPLACE, in_slot=False)
+        self.finish_loads()
+        digest = digest_of(name + version)
+        if digest not in self.bench.cache._state.held_digests():
+            self.bench.cache.tiers.host.drop(digest)
+
+    @rule(data=st.data(), what=st.sampled_from(("drop", "drop", "damage", "lose", "fill", "empty")))
+    def disturb_the_tiers(self, data: st.DataObject, what: str) -> None:
+        """Memory drops what it may, an entry that is not needed is damaged or evicted elsewhere, the disk is full."""
+        cache, folder = self.bench.cache, self.folder
+        held = cache._state.held_digests()
+        droppable = [d for version in VERSIONS for name in NAMES if (d := digest_of(name + version)) not in held]
+        spare = [digest for digest in folder.entries if not folder.needed.get(digest, False)]
+        if what in ("fill", "empty"):
+            folder.is_full = what == "fill"
+        elif what == "drop" and droppable:
+            cache.tiers.host.drop(data.draw(st.sampled_from(droppable)))
+        elif what == "damage" and spare:
+            folder.damaged.add(data.draw(st.sampled_from(spare)))
+        elif what == "lose" and spare:
+            folder.lose(data.draw(st.sampled_from(spare)))
 
     @rule(name=names)
     def unload_by_force(self, name: str) -> None:

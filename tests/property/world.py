@@ -13,14 +13,18 @@ from slotcar_sidecar.core.errors import Reason, SlotcarError
 from slotcar_sidecar.core.ids import AdapterName, AdapterRef, SessionId
 from slotcar_sidecar.core.layout import SlotState
 from slotcar_sidecar.core.mapping import Mapping
+from slotcar_sidecar.core.policy import Eviction
 from slotcar_sidecar.core.residency import OnConflict
 
+from tests.fakes.disk import FakeFolder
 from tests.fakes.parts import Bench, make_bench, settle
 from tests.property.oracle import Sent, check_answer, check_everything, check_progress
 
 NAMES = ("a", "b", "c", "d")
 VERSIONS = ("1", "2")
 SLOTS = 3
+# Each adapter has one byte: not all versions of all names fit.
+DISK_BYTES = 5
 GRACE_SECONDS = 10.0
 WAIT_SECONDS = 20.0
 HOLD_SECONDS = 5.0
@@ -55,6 +59,8 @@ class World(RuleBasedStateMachine):
         super().__init__()
         self.loop = asyncio.new_event_loop()
         self.lives = 0
+        self.folder = FakeFolder(DISK_BYTES)
+        self.eviction = Eviction.LRU
         self.sessions: list[SessionId] = []
         self.known: list[tuple[SessionId, Mapping]] = []
         self.digests: dict[tuple[SessionId, int, int], tuple[str, ...]] = {}
@@ -73,7 +79,10 @@ class World(RuleBasedStateMachine):
         self.waiting = 0
 
     async def _make(self) -> Bench:
-        bench = make_bench(SLOTS, life=self.lives, fills_only=self.lives == 1)
+        self.folder.begin_life()
+        bench = make_bench(
+            SLOTS, life=self.lives, fills_only=self.lives == 1, eviction=self.eviction, folder=self.folder
+        )
         for name in NAMES:
             bench.source.contents[f"/{name}"] = f"{name}1"
         return bench
@@ -98,6 +107,7 @@ class World(RuleBasedStateMachine):
             cache.unload(AdapterRef(name), force=False)
         assert cache.capacity().available == SLOTS
         assert cache.capacity().host.held_bytes == 0
+        assert not self.folder.needed, "a mark that nobody will take away"
         for name in NAMES[:SLOTS]:
             self.load_at_once(name, OnConflict.FAIL)
         assert cache.capacity().pinned == 0
@@ -116,6 +126,10 @@ class World(RuleBasedStateMachine):
     def load_at_once(self, name: str, on_conflict: OnConflict, *, in_slot: bool = True) -> None:
         call = LoadCall(AdapterRef(AdapterName(name)), f"/{name}", on_conflict, in_slot=in_slot)
         self.loads.append(self.loop.create_task(self.bench.cache.load(call)))
+        self.finish_loads()
+
+    def finish_loads(self) -> None:
+        """Everything that loads goes on to its end, or until it waits for something else."""
         self.run(settle())
         while self.bench.load_pool.jobs:
             self.bench.load_pool.run_one()
@@ -143,11 +157,22 @@ class World(RuleBasedStateMachine):
         self.generation = cache.layout.generation
         check_everything(self.bench)
         check_progress(self.bench)
+        self.check_uploads()
         self.note_what_is_reached()
         self.take_answers()
         self.sessions = [session.session_id for session in cache.sessions]
         ended = [known for known in self.known if known[0] not in self.sessions]
         self.known = ended[-2:] + [known for known in self.known if known[0] in self.sessions]
+
+    def check_uploads(self) -> None:
+        """What no source has is somewhere: in memory, or on a disk that will keep it."""
+        residency, host = self.bench.cache.residency, self.bench.cache.tiers.host
+        for digest in residency.names.without_source():
+            is_kept = self.folder.needed.get(digest, False) and digest in self.folder.entries
+            assert digest in host or residency.slots.is_claimed(digest) or is_kept, f"{digest} is nowhere"
+            self.reached["an upload is on disk alone"] += digest not in host and is_kept
+        assert self.folder.used_bytes <= DISK_BYTES
+        assert self.bench.cache.capacity().disk.used_bytes >= 0
 
     def note_what_is_reached(self) -> None:
         cache, reached = self.bench.cache, self.reached

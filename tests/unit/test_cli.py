@@ -145,6 +145,8 @@ def test_every_verb_as_a_script_uses_it(sidecar: SidecarProcess) -> None:
     assert answer(sidecar, "show", "sql")["keep"]
     assert not answer(sidecar, "release", "sql")["keep"]
     assert answer(sidecar, "keep", "sql")["keep"]
+    (near,) = answer(sidecar, "prefetch", "sql", "--tier", "host")
+    assert (near["adapter"]["tier"], near["why_not"]) == ("device", "")
     listed = answer(sidecar, "list")
     assert [adapter["name"] for adapter in listed["adapters"]] == ["sql"]
     assert len(listed["layout"]["slots"]) == 2
@@ -158,6 +160,7 @@ def test_every_verb_as_a_person_reads_it(sidecar: SidecarProcess) -> None:
         (("load", "sql", source), ("sql loaded", "2 sites with weights")),
         (("load", "sql", source), ("is there already",)),
         (("show", "sql"), ("sha256:", "self_attn.q_proj")),
+        (("prefetch", "sql"), ("sql", "device")),
         (("list",), ("NAME", "sql", "1 occupied")),
         (("unload", "sql"), ("its slot is free",)),
     ):
@@ -165,6 +168,18 @@ def test_every_verb_as_a_person_reads_it(sidecar: SidecarProcess) -> None:
         assert result.exit_code == 0, result.output
         for word in words:
             assert word in result.output
+
+
+def test_what_a_prefetch_cannot_bring_nearer_is_1_with_all_that_it_did(sidecar: SidecarProcess) -> None:
+    assert answer(sidecar, "load", "sql", str(sidecar.root / "sql"), "--tier", "host")["adapter"]["tier"] == "host"
+    result = call(sidecar, "prefetch", "nobody", "sql")
+    assert result.exit_code == 1
+    assert "ADAPTER_NOT_FOUND" in result.output
+    assert answer(sidecar, "show", "sql")["tier"] == "device"
+    refused = call(sidecar, "prefetch", "sql", "--tier", "disk")
+    assert refused.exit_code == 1
+    assert "REQUEST_INVALID" in refused.stderr
+    assert call(sidecar, "unload", "sql").exit_code == 0
 
 
 def test_a_refusal_is_1_with_its_reason_and_facts(sidecar: SidecarProcess) -> None:
@@ -289,7 +304,7 @@ def test_a_load_stops_in_memory_or_sends_a_folder(sidecar: SidecarProcess, tmp_p
     assert sent["digest"] == answer(sidecar, "show", "sql")["digest"]
     assert call(sidecar, "load", "sent", "--upload").exit_code == 2
     assert call(sidecar, "load", "sent", str(tmp_path), "--upload").exit_code == 1
-    assert call(sidecar, "load", "sql", "--tier", "disk").exit_code == 2
+    assert call(sidecar, "load", "sql", "--tier", "tape").exit_code == 2
     for name in ("sql", "sent"):
         assert call(sidecar, "unload", name).exit_code == 0
 

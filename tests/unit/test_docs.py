@@ -18,7 +18,7 @@ import click
 import pytest
 import slotcar_client
 import torch
-from slotcar_sidecar.core.calls import Capacity, HostUse
+from slotcar_sidecar.core.calls import Capacity, TierUse
 from slotcar_sidecar.core.errors import Reason
 from slotcar_sidecar.core.events import EventKind
 from slotcar_sidecar.core.ids import Epoch
@@ -108,7 +108,7 @@ def test_flags_are_documented() -> None:
 def test_metrics_are_documented() -> None:
     metrics = Metrics()
     layout = Layout.empty(Epoch("e"), 1)
-    nothing = Capacity({}, 0, 0, 0, 0, 0, HostUse(0, 0, 0), (0, 0), (0, 0), 0)
+    nothing = Capacity({}, 0, 0, 0, 0, 0, TierUse(0, 0, 0), TierUse(0, 0, 0), (0, 0), (0, 0), 0, 0, {})
     metrics.watch(lambda: Snapshot(layout, nothing, 0, 0))
     names = set()
     for family in metrics.registry.collect():

@@ -24,10 +24,10 @@ PACKAGES = {"slotcar": "proto", "slotcar_kernels": "kernels", "slotcar_client": 
 _COMMAND_LINE = {"calls", "cli", "completion", "console", "doctor", "tables", "verbs", "watch"}
 
 # Modules that make the process, beside app.py; they are one layer too.
-_PROCESS = {"app", "sockets"}
+_PROCESS = {"app", "fetches", "sockets"}
 TOGETHER = dict.fromkeys(_COMMAND_LINE, "cli") | dict.fromkeys(_PROCESS, "app")
 
-SIDECAR = {"core", "store", "device", "cache", "rpc", "ring", "ops", "config"}
+SIDECAR = {"core", "store", "device", "cache", "rpc", "ring", "sync", "ops", "config"}
 MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),
     "config": {"core", "shm"},
@@ -36,6 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cache": {"core"},
     "rpc": {"core", "cache", "proto"},
     "ring": {"core", "cache", "rpc", "proto", "shm"},
+    "sync": {"core", "cache"},
     "ops": {"core"},
     "app": SIDECAR | {"shm"},
     "demo": SIDECAR | {"app", "clients"},
@@ -53,6 +54,7 @@ LIBRARY_RULES = (
     (("torch",), {"device", "store", "kernels", "clients", "demo"}),
     (("google",), {"rpc", "ring", "app", "clients", "proto"}),
     (("transformers",), {"clients", "demo"}),
+    (("watchfiles", "yaml"), {"sync"}),
 )
 
 MAY_READ_ENVIRONMENT = {
@@ -227,6 +229,8 @@ PLANTED = [
     ("sidecar/slotcar_sidecar/rpc/x.py", "import torch", "imports torch: only"),
     ("sidecar/slotcar_sidecar/ops/x.py", "from slotcar_sidecar import rpc", "imports rpc"),
     ("sidecar/slotcar_sidecar/ops/x.py", "from grpc import aio", "imports grpc: only"),
+    ("sidecar/slotcar_sidecar/sync/x.py", "from slotcar_sidecar.store import tiers", "imports store"),
+    ("sidecar/slotcar_sidecar/store/x.py", "import yaml", "imports yaml: only"),
     ("sidecar/slotcar_sidecar/config.py", "from slotcar_sidecar.cache import AdapterCache", "imports cache"),
     ("sidecar/slotcar_sidecar/app.py", "import slotcar_client", "imports clients"),
     ("sidecar/slotcar_sidecar/app.py", "import torch", "imports torch: only"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Self, TypeVar, Unpack
 
@@ -16,7 +17,17 @@ from slotcar_client.config import default_target, grpc_target
 from slotcar_client.effects import Plan
 from slotcar_client.options import SessionOptions, SessionSettings, checked_timeout
 from slotcar_client.upload import Upload
-from slotcar_client.values import AdapterInfo, Capacity, Estimate, LoadReport, SessionInfo, Snapshot, UnloadReport
+from slotcar_client.values import (
+    AdapterInfo,
+    Capacity,
+    DesiredSet,
+    Estimate,
+    LoadReport,
+    Prefetched,
+    SessionInfo,
+    Snapshot,
+    UnloadReport,
+)
 
 T = TypeVar("T")
 
@@ -81,6 +92,12 @@ class AsyncClient:
 
     async def estimate(self, source: str | os.PathLike[str]) -> Estimate:
         return await self._run(verbs.estimate(source))
+
+    async def prefetch(self, refs: Iterable[str], *, tier: str = "device") -> tuple[Prefetched, ...]:
+        return await self._run(verbs.prefetch(refs, tier))
+
+    async def desired(self) -> DesiredSet:
+        return await self._run(verbs.desired())
 
     async def capacity(self) -> Capacity:
         return await self._run(verbs.capacity())

@@ -115,9 +115,10 @@ class AsyncSession:
         row_counts: Sequence[int] | None = None,
         base: ReadOnlyDict[str, torch.Tensor] | None = None,
         *,
+        aux: ReadOnlyDict[str, torch.Tensor] | None = None,
         mapping: Mapping | None = None,
     ) -> dict[str, torch.Tensor]:
-        return await self._run(self._state.forward(inputs, row_counts, base, mapping))
+        return await self._run(self._state.forward(inputs, row_counts, base, mapping, aux))
 
     async def hold(
         self, ref: str, *, hold_id: int | None = None, seconds: float | None = None, slot: bool = False

@@ -11,13 +11,14 @@ from typing import Any, TypeAlias
 
 import torch
 from slotcar.v1 import engine_service_pb2, plane_pb2
+from slotcar_kernels.forward import NeedsBase, PartSlots, SiteCall, prepare
 from slotcar_kernels.guard import Change, Changed, GuardedBatch
 from slotcar_kernels.plan import plan_rows
 
-from slotcar_client.effects import Call, Forward
-from slotcar_client.errors import LayoutStale, MappingNotFound, ShapeMismatch, SlotcarError
+from slotcar_client.call_tensors import check_sites, dtype_of, first_tensor, sites_of
+from slotcar_client.effects import Call, Forward, ForwardCall
+from slotcar_client.errors import LayoutStale, MappingNotFound, RequestInvalid, ShapeMismatch, SlotcarError
 from slotcar_client.rpc import Rpc
-from slotcar_client.torch_tensors import check_sites
 from slotcar_client.transports.cells import Cells, ConnectionLost
 from slotcar_client.transports.connection import Connect
 from slotcar_client.transports.line import Line
@@ -94,6 +95,10 @@ class SlotsForwards:
     def __init__(self, slots: SharedSlots) -> None:
         self.slots = slots
         self._at = lru_cache(_MOST_SITES)(slots.forward)
+        # What the prepared call of the kernel does: one matrix times two.
+        self._plain = frozenset(
+            name for name, site in slots.sites.items() if not site.indices and len(slots.leaves[name]) == 1
+        )
         self._mapped: dict[int, MappedBatches] = {}
 
     def compute(self, forward: Forward) -> Outputs:
@@ -109,16 +114,37 @@ class SlotsForwards:
         if mapped is None or mapped.mapping is not mapping:
             mapped = self._map(mapping)
         batch = mapped.batch(call.row_counts)
+        if call.aux is not None or not self._plain.issuperset(inputs) or not mapped.with_vectors.isdisjoint(inputs):
+            return self._compute_any(forward, mapped, batch)
         groups: dict[int, list[str]] = {}
         for site, x in inputs.items():
             groups.setdefault(id(x), []).append(site)
         outputs: Outputs = {}
         for sites in groups.values():
             x = inputs[sites[0]]
-            compute = self._at(tuple(sites), x.dtype)
+            compute = self._at(tuple(sites), x.dtype, forward.rank)
             outs = compute(batch, _readable(x), None if base is None else [_readable(base[site]) for site in sites])
             outputs.update(zip(sites, outs if x.is_cpu else [out.to(x.device) for out in outs], strict=True))
         return outputs
+
+    def _compute_any(self, forward: Forward, mapped: MappedBatches, batch: GuardedBatch) -> Outputs:
+        """The same for sites of every kind, the whole call as one unit."""
+        call, rows = forward.call, batch.plan.rows
+        sites = sites_of(call)
+        for part in by_dtype(forward):
+            Shape(part.call, part.mapping, self.slots.sites)
+        calls = _site_calls(call, {site: mapped.part_slots(site, forward.rank) for site in sites}, rows)
+        try:
+            run = prepare(batch.plan, calls)
+        except NeedsBase as error:
+            field, wanted = f"aux of {sites[error.index]}", "the base model's output, which an adapter needs"
+            raise RequestInvalid(
+                f"{field} is absent, wanted {wanted}", field=field, found="nothing", wanted=wanted
+            ) from error
+        batch.guard.begin(rows)
+        run()
+        batch.guard.end()
+        return {site: made.out.to(first_tensor(call, site).device) for site, made in zip(sites, calls, strict=True)}
 
     def _map(self, mapping: Mapping) -> MappedBatches:
         if mapping.version.epoch != self.slots.connection.epoch:
@@ -143,7 +169,11 @@ class MappedBatches:
         self._guard = slots.guard(used, mapping.generation)
         self._parts = slots.parts(self._guard, used)
         self._uses = slots.uses
+        self._part_slots = slots.part_slots
         self._batches: dict[tuple[int, ...], GuardedBatch] = {}
+        self._known: dict[tuple[str, int], list[PartSlots]] = {}
+        self.with_vectors = slots.sites_with_vectors(self._parts)
+        """The sites at which a slot of the mapping has some."""
 
     def batch(self, row_counts: tuple[int, ...]) -> GuardedBatch:
         """Raises ShapeMismatch."""
@@ -156,6 +186,13 @@ class MappedBatches:
             batch = self._batches[row_counts] = self._made(row_counts)
         return batch
 
+    def part_slots(self, site: str, rank: int) -> list[PartSlots]:
+        """Of a site of any kind. Raises RequestInvalid for a rank that the model does not have."""
+        known = self._known.get((site, rank))
+        if known is None:
+            known = self._known[site, rank] = self._part_slots(site, self._parts, rank)
+        return known
+
     def _made(self, row_counts: tuple[int, ...]) -> GuardedBatch:
         slots = self.mapping.slots
         if len(row_counts) != len(slots):
@@ -163,8 +200,31 @@ class MappedBatches:
             message = f"row_counts is {found}, wanted {wanted}"
             raise ShapeMismatch(message, field="row_counts", found=found, wanted=wanted)
         plan = plan_rows(list(zip(slots, row_counts, strict=True)))
-        used, parts = [segment.slot for segment in plan.segments], self._parts
-        return GuardedBatch(self._guard, plan, parts.ranks[used].T, parts.scales[used].T)
+        parts = self._parts
+        rows = parts.rows([segment.slot for segment in plan.segments])
+        return GuardedBatch(self._guard, plan, parts.ranks[rows].T, parts.scales[rows].T)
+
+
+def _site_calls(call: ForwardCall, parts: dict[str, list[PartSlots]], rows: int) -> list[SiteCall]:
+    """Sites with the very same x have it in their calls too."""
+    readable: dict[int, torch.Tensor] = {}
+    made = []
+    for site, slots in parts.items():
+        x = call.inputs.get(site)
+        out_features = sum(part.slots.out_features for part in slots)
+        aux = None if call.aux is None else call.aux.get(site)
+        if aux is not None:
+            aux = aux.unsqueeze(1) if aux.dtype is torch.int32 else _readable(aux)
+        made.append(
+            SiteCall(
+                slots,
+                torch.empty(rows, out_features, dtype=dtype_of(call, site)),
+                None if x is None else readable.setdefault(id(x), _readable(x)),
+                None if call.base is None else _readable(call.base[site]),
+                aux,
+            )
+        )
+    return made
 
 
 def _readable(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,9 +11,10 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 from slotcar.shm import region, slots
-from slotcar.v1 import engine_service_pb2, model_pb2
+from slotcar.v1 import engine_service_pb2
 from slotcar_kernels.buffers import DTYPE_NAMES, DTYPES
 
+from slotcar_client.call_tensors import check_given, check_sites, dtype_of, first_tensor, sites_of
 from slotcar_client.effects import Forward, ForwardCall
 from slotcar_client.errors import (
     AuditFailed,
@@ -24,13 +25,10 @@ from slotcar_client.errors import (
     SiteUnknown,
 )
 from slotcar_client.protocol import shared_inputs
-from slotcar_client.torch_tensors import check_sites
+from slotcar_client.sites import RankSite, Sites, rank_sites
 from slotcar_client.transports.arena import aligned
 from slotcar_client.transports.cells import Cells
 from slotcar_client.values import Mapping
-
-# Each site of the model with its index in it.
-Sites: TypeAlias = dict[str, tuple[int, model_pb2.Site]]
 
 # Where the outputs of the sites go that are not for the CPU.
 Devices: TypeAlias = dict[str, torch.device]
@@ -46,6 +44,15 @@ class _Part(NamedTuple):
     site: str
     offset: int
     size: torch.Size
+    dtype: torch.dtype
+
+    def there(self, arena: torch.Tensor, start: int) -> torch.Tensor:
+        """It, in a block that begins at `start`."""
+        offset = start + self.offset
+        return arena[offset : offset + self.size.numel() * self.dtype.itemsize].view(self.dtype).view(self.size)
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        return tensor.dtype is self.dtype and tensor.shape == self.size
 
 
 class _Target(NamedTuple):
@@ -63,6 +70,7 @@ class Place(NamedTuple):
     payload: bytes
     xs: list[_Target]
     bases: list[_Target]
+    auxs: list[_Target]
     outs: list[tuple[str, torch.Tensor]]
 
     def fill(self, call: ForwardCall) -> Devices:
@@ -72,8 +80,11 @@ class Place(NamedTuple):
             all_here = _copy(inputs[target.site], target) and all_here
         if base is not None:
             for target in self.bases:
-                _copy(base[target.site], target)
-        return _HERE if all_here else {site: x.device for site, x in inputs.items() if not x.is_cpu}
+                all_here = _copy(base[target.site], target) and all_here
+        if call.aux is not None:
+            for target in self.auxs:
+                _copy(call.aux[target.site], target)
+        return _HERE if all_here else _devices(call)
 
     def outputs(self, devices: Devices) -> dict[str, torch.Tensor]:
         """{site: output}, each a tensor of its own."""
@@ -96,37 +107,57 @@ class Shape:
         self.mapping = mapping
         self.bytes = 0
         self._fingerprint = region.fingerprint(mapping.entry_digests)
-        self._dtype = next(iter(call.inputs.values())).dtype
+        self._dtype = dtype_of(call, sites_of(call)[0])
         self._rows = sum(call.row_counts)
         self._row_counts = call.row_counts
         self._xs: list[_Part] = []
         self._bases: list[_Part] = []
+        self._auxs: list[_Part] = []
         self._outs: list[_Part] = []
         self._items: list[region.Item] = []
         self._places: dict[int, Place] = {}
-        for name, travels in shared_inputs(call.inputs.items()):
+        order = shared_inputs(call.inputs.items())
+        for name, travels in order:
             self._add(call, name, travels, sites)
+        for name in sites_of(call)[len(order) :]:
+            self._add(call, name, False, sites)
 
     def _add(self, call: ForwardCall, name: str, travels: bool, sites: Sites) -> None:
         if name not in sites:
             raise SiteUnknown(f"the model has no site {name!r}", site=name)
-        index, site = sites[name]
-        if call.inputs[name].dtype != self._dtype:
-            raise MixedDtypes(f"x of {name} has another dtype than the first", field=f"x of {name}")
-        self._check(f"x of {name}", call.inputs[name], site.in_features)
+        site = sites[name]
+        check_given(call, name, site)
+        if dtype_of(call, name) != self._dtype:
+            raise MixedDtypes(f"{name} has another dtype than the first site", field=f"x of {name}")
+        if name in call.inputs:
+            self._check(f"x of {name}", call.inputs[name], site.in_features)
         if travels:
             self._xs.append(self._part(name, site.in_features))
-        base_offset = region.NO_BASE
+        x_offset = self._xs[-1].offset if name in call.inputs else region.ABSENT
+        base_offset = region.ABSENT
         if call.base is not None:
             self._check(f"base of {name}", call.base[name], site.out_features)
             self._bases.append(self._part(name, site.out_features))
             base_offset = self._bases[-1].offset
+        aux, aux_offset = self._add_aux(call, name, site)
         self._outs.append(self._part(name, site.out_features))
-        self._items.append(region.Item(index, self._xs[-1].offset, base_offset, self._outs[-1].offset))
+        self._items.append(region.Item(site.number, x_offset, base_offset, self._outs[-1].offset, aux, aux_offset))
+
+    def _add_aux(self, call: ForwardCall, name: str, site: RankSite) -> tuple[region.Aux, int]:
+        if call.aux is None or name not in call.aux:
+            return region.Aux.NONE, region.ABSENT
+        self._auxs.append(self._indices(name) if site.indices else self._part(name, site.out_features))
+        return region.Aux.INDICES if site.indices else region.Aux.OUTPUT, self._auxs[-1].offset
 
     def _part(self, name: str, features: int) -> _Part:
-        part = _Part(name, self.bytes, torch.Size((self._rows, features)))
-        self.bytes += aligned(part.size.numel() * self._dtype.itemsize)
+        return self._placed_next(name, torch.Size((self._rows, features)), self._dtype)
+
+    def _indices(self, name: str) -> _Part:
+        return self._placed_next(name, torch.Size((self._rows,)), torch.int32)
+
+    def _placed_next(self, name: str, size: torch.Size, dtype: torch.dtype) -> _Part:
+        part = _Part(name, self.bytes, size, dtype)
+        self.bytes += aligned(size.numel() * dtype.itemsize)
         return part
 
     def _check(self, field: str, tensor: torch.Tensor, features: int) -> None:
@@ -140,14 +171,20 @@ class Shape:
 
     def fits(self, call: ForwardCall) -> bool:
         """Whether the tensors have the sizes and the dtype of this shape."""
-        dtype, inputs, base = self._dtype, call.inputs, call.base
-        for site, _, size in self._xs:
+        dtype, inputs, base, aux = self._dtype, call.inputs, call.base, call.aux
+        for site, _, size, _ in self._xs:
             tensor = inputs[site]
             if tensor.dtype is not dtype or tensor.shape != size:
                 return False
-        return base is None or (
-            base.keys() == inputs.keys()
-            and all(base[site].dtype is dtype and base[site].shape == size for site, _, size in self._bases)
+        if aux is not None and not all(part.fits(aux[part.site]) for part in self._auxs):
+            return False
+        if aux is not None and any(dtype_of(call, out.site) is not dtype for out in self._outs):
+            return False
+        if base is None:
+            return True
+        sites = inputs.keys() if aux is None else set(sites_of(call))
+        return base.keys() == sites and all(
+            base[site].dtype is dtype and base[site].shape == size for site, _, size, _ in self._bases
         )
 
     @property
@@ -173,24 +210,18 @@ class Shape:
         return place
 
     def _placed(self, arena: torch.Tensor, start: int) -> Place:
-        def at(parts: list[_Part]) -> list[tuple[str, torch.Tensor]]:
-            return [(part.site, self._tensor(arena, start + part.offset, part.size)) for part in parts]
+        def targets(parts: list[_Part]) -> list[_Target]:
+            there = [(part.site, part.there(arena, start)) for part in parts]
+            return [_Target(site, to, to.data_ptr(), to.nbytes) for site, to in there]
 
-        xs, bases = (
-            [_Target(site, to, to.data_ptr(), to.nbytes) for site, to in at(parts)] for parts in (self._xs, self._bases)
-        )
-        return Place(self._request(start).pack(), xs, bases, at(self._outs))
+        outs = [(part.site, part.there(arena, start)) for part in self._outs]
+        xs, bases, auxs = map(targets, (self._xs, self._bases, self._auxs))
+        return Place(self._request(start).pack(), xs, bases, auxs, outs)
 
     def _request(self, start: int) -> region.Forward:
-        items = [
-            region.Item(site, x + start, base if base == region.NO_BASE else base + start, out + start)
-            for site, x, base, out in self._items
-        ]
         dtype = slots.DTYPES.index(DTYPE_NAMES[self._dtype])
+        items = [item.at(start) for item in self._items]
         return region.Forward(self.mapping.mapping_id, self.mapping.generation, dtype, self._row_counts, items)
-
-    def _tensor(self, arena: torch.Tensor, offset: int, size: torch.Size) -> torch.Tensor:
-        return arena[offset : offset + size.numel() * self._dtype.itemsize].view(self._dtype).view(size)
 
 
 class Shapes:
@@ -208,13 +239,13 @@ class Shapes:
             cells.connection.region, dtype=torch.uint8, count=geometry.arena_bytes, offset=geometry.arena_offset
         )
         self._epoch = opened.layout.version.epoch
-        self._sites: Sites = {site.name: (index, site) for index, site in enumerate(opened.model_spec.sites)}
+        self._sites = rank_sites(opened.model_spec)
         self._shapes: dict[object, Shape] = {}
 
     def of(self, forward: Forward) -> Shape:
         """Raises MappingNotFound for a mapping of another epoch, and as Shape does."""
         call, mapping = forward.call, forward.mapping
-        key = id(mapping), call.row_counts, call.base is None, _sites(call)
+        key = id(mapping), call.row_counts, call.base is None, _sites(call), call.aux and tuple(call.aux)
         shape = self._shapes.get(key)
         if shape is None or shape.mapping is not mapping or not shape.fits(call):
             shape = self._made(call, mapping)
@@ -254,14 +285,22 @@ def by_dtype(forward: Forward) -> list[Forward]:
     """The same as Forwards of one dtype each."""
     call = forward.call
     sites: dict[torch.dtype, list[str]] = {}
-    for site, x in call.inputs.items():
-        sites.setdefault(x.dtype, []).append(site)
+    for site in sites_of(call):
+        sites.setdefault(dtype_of(call, site), []).append(site)
     return [replace(forward, call=_part_of(call, names)) for names in sites.values()]
 
 
 def _part_of(call: ForwardCall, sites: list[str]) -> ForwardCall:
-    base = None if call.base is None else {site: call.base[site] for site in sites}
-    return ForwardCall({site: call.inputs[site] for site in sites}, call.row_counts, base)
+    inputs, base, aux = (
+        None if tensors is None else {site: tensors[site] for site in sites if site in tensors}
+        for tensors in (call.inputs, call.base, call.aux)
+    )
+    return replace(call, inputs=inputs or {}, base=base, aux=aux)
+
+
+def _devices(call: ForwardCall) -> Devices:
+    first = {site: first_tensor(call, site) for site in sites_of(call)}
+    return {site: tensor.device for site, tensor in first.items() if not tensor.is_cpu}
 
 
 def _copy(tensor: torch.Tensor, target: _Target) -> bool:

@@ -13,25 +13,40 @@ import numpy as np
 import torch
 from slotcar.shm import region, slots
 from slotcar.shm.slots import PART, WORD, BadSlotsFile, SlotsGeometry
-from slotcar.v1 import engine_service_pb2, model_pb2
+from slotcar.v1 import engine_service_pb2
 from slotcar_kernels.buffers import DTYPES
+from slotcar_kernels.forward import PartSlots
 from slotcar_kernels.guard import Guard, GuardedForward, Watch, Words, WriterWords
+from slotcar_kernels.sites import SiteSlots
 
 from slotcar_client.convert import DTYPE_NAMES
-from slotcar_client.errors import AuditFailed, ModelUnknown
+from slotcar_client.errors import AuditFailed, ModelUnknown, RequestInvalid
+from slotcar_client.sites import rank_sites
 from slotcar_client.transports.connection import Connection
+from slotcar_client.transports.leaves import Leaf, RankLeaves, leaf_shapes, leaves_by_site
 
-# Each site of the model with its index in it.
-Sites: TypeAlias = dict[str, tuple[int, model_pb2.Site]]
+Integers: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.int64]]"
 
-_PART_WORDS = PART.size // 4  # rank, then scale
+_PART_WORDS = PART.size // 4  # rank, scale, flags
 
 
 class Parts(NamedTuple):
-    """Rank and scale by slot and site, [S, N]; zeros for slots that were not read."""
+    """What slots say of each part: ranks, scales and flags [slots, P], of the slots in `used`, which are in order."""
 
-    ranks: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+    used: tuple[int, ...]
+    ranks: Integers
     scales: np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+    flags: Integers
+
+    def rows(self, slots: Sequence[int]) -> list[int]:
+        """Where these slots are."""
+        return list(map(self.used.index, slots))
+
+    def by_slot(self, values: np.ndarray[tuple[int, ...], np.dtype[np.generic]], slots: int) -> list[int | float]:
+        """Values [used, parts of one leaf] of all slots, one slot after the other, zeros for those not used."""
+        spread = np.zeros((slots, values.shape[1]), values.dtype)
+        spread[list(self.used)] = values
+        return spread.reshape(-1).tolist()
 
 
 class SharedSlots:
@@ -46,12 +61,17 @@ class SharedSlots:
         except BadSlotsFile as error:
             raise AuditFailed(str(error)) from error
         self.connection = connection
-        self.sites: Sites = {site.name: (index, site) for index, site in enumerate(opened.model_spec.sites)}
+        self.sites = rank_sites(opened.model_spec)
+        self.leaves = leaves_by_site(opened.model_spec)
+        self._ranks = max(opened.model_spec.tensor_parallel, 1)
         self._geometry = geometry
         self._words: Words = np.frombuffer(connection.slots, np.uint64, geometry.parts_offset // WORD.size)
-        shape = geometry.slots, len(self.sites), _PART_WORDS
+        shape = geometry.slots, geometry.parts, _PART_WORDS
         self._parts = np.frombuffer(connection.slots, np.uint32, math.prod(shape), geometry.parts_offset).reshape(shape)
-        self._weights = torch.frombuffer(connection.slots, dtype=DTYPES[geometry.dtype], offset=geometry.weights_offset)
+        self._weights, self._vectors = (
+            torch.frombuffer(connection.slots, dtype=dtype, offset=geometry.weights_offset)
+            for dtype in (DTYPES[geometry.dtype], torch.float32)
+        )
         shared: Words = np.frombuffer(connection.region, np.uint64, connection.geometry.arena_offset // WORD.size)
         words = WriterWords(
             epoch=_at(self._words, slots.EPOCH_OFFSET, 2),
@@ -80,16 +100,15 @@ class SharedSlots:
             raise AuditFailed(str(error)) from error
 
     def parts(self, guard: Guard, used: Sequence[int]) -> Parts:
-        """The parts of these slots, zeros for the others; right as long as the guard finds nothing changed.
+        """The parts of these slots; right as long as the guard finds nothing changed.
 
         Raises Changed, or AuditFailed for a rank that there cannot be.
         """
-        shape = self._parts.shape[:2]
-        parts = Parts(np.zeros(shape, np.int64), np.zeros(shape, np.float32))
         guard.begin(0)
         words = self._parts[used]
         guard.end()
-        parts.ranks[used], parts.scales[used] = words[:, :, 0], words[:, :, 1].view(np.float32)
+        ranks, scales, flags = words[:, :, 0], words[:, :, 1].view(np.float32), words[:, :, 2]
+        parts = Parts(tuple(used), ranks.astype(np.int64), scales, flags.astype(np.int64))
         highest = int(parts.ranks.max(initial=0))
         if highest > self._geometry.max_rank:
             raise AuditFailed(
@@ -99,19 +118,61 @@ class SharedSlots:
             )
         return parts
 
-    def forward(self, sites: Sequence[str], dtype: torch.dtype) -> GuardedForward:
-        """At sites that share an input of that dtype. Raises KeyError for a site that is not there, or ValueError."""
-        arrays = {}
-        for index, site in map(self.sites.__getitem__, sites):
-            a = self._array(self._geometry.a_offsets[index], site.in_features)
-            arrays[index] = a, self._array(self._geometry.b_offsets[index], site.out_features)
+    def forward(self, sites: Sequence[str], dtype: torch.dtype, rank: int) -> GuardedForward:
+        """At plain sites that share an input of that dtype. Raises ValueError as GuardedForward does."""
+        leaves = [leaf for site in sites for leaf in self.leaves[site]]
+        arrays = {self._geometry.first_parts[leaf.number]: self._arrays(leaf, self._at(rank)) for leaf in leaves}
         return GuardedForward(dtype, arrays)
 
-    def _array(self, offset: int, features: int) -> torch.Tensor:
-        """[S, R, features]: the same place in each slot."""
-        geometry, size = self._geometry, self._weights.itemsize
-        shape = (geometry.slots, geometry.max_rank, features)
-        return self._weights.as_strided(shape, (geometry.slot_bytes // size, features, 1), offset // size)
+    def part_slots(self, site: str, parts: Parts, rank: int) -> list[PartSlots]:
+        """Any site as a mapping's rows see it. Raises RequestInvalid for a rank that the model does not have."""
+        return [self._part_slots(leaf, parts, self._at(rank)) for leaf in self.leaves[site]]
+
+    def sites_with_vectors(self, parts: Parts) -> frozenset[str]:
+        """Those at which one of the slots has some."""
+        if not parts.flags.any():
+            return frozenset()
+        firsts = {
+            site: [self._geometry.first_parts[leaf.number] for leaf in each] for site, each in self.leaves.items()
+        }
+        return frozenset(site for site, numbers in firsts.items() if parts.flags[:, numbers].any())
+
+    def _at(self, rank: int) -> RankLeaves:
+        if self._ranks > 1 and rank >= self._ranks:
+            message = f"rank is {rank}, the model has {self._ranks}"
+            raise RequestInvalid(message, field="rank", found=rank, wanted=f"below {self._ranks}")
+        return RankLeaves(rank if self._ranks > 1 else 0, self._ranks)
+
+    def _part_slots(self, leaf: Leaf, parts: Parts, at: RankLeaves) -> PartSlots:
+        geometry, shape = self._geometry, leaf.shape
+        first = geometry.first_parts[leaf.number]
+        ranks, scales, flags = (
+            parts.by_slot(values[:, first : first + shape.parts], geometry.slots)
+            for values in (parts.ranks, parts.scales, parts.flags)
+        )
+        a, b = self._arrays(leaf, at)
+        slots = SiteSlots(a, b, [int(rank) for rank in ranks], scales, shape.embedding)
+        if shape.experts:
+            return PartSlots(slots)
+        vectors = self._array(self._vectors, geometry.v_offsets[leaf.number], (2, shape.out_features))
+        return PartSlots(slots, at.vectors(leaf, vectors), [at.flags(leaf, int(value)) for value in flags])
+
+    def _arrays(self, leaf: Leaf, at: RankLeaves) -> tuple[torch.Tensor, torch.Tensor]:
+        """A and B of every slot, as the rank sees them."""
+        geometry, shape = self._geometry, leaf.shape
+        experts = (shape.experts,) if shape.experts else ()
+        rank_by_in = geometry.max_rank, shape.in_features
+        a_shape = *experts, *(rank_by_in[::-1] if shape.embedding else rank_by_in)
+        b_shape = *experts, geometry.max_rank, shape.out_features
+        a = self._array(self._weights, geometry.a_offsets[leaf.number], a_shape)
+        b = self._array(self._weights, geometry.b_offsets[leaf.number], b_shape)
+        return at.a(leaf, a), at.b(leaf, b)
+
+    def _array(self, memory: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+        """[S, *shape]: the same place in each slot."""
+        geometry, size = self._geometry, memory.itemsize
+        strides = [math.prod(shape[place + 1 :]) for place in range(len(shape))]
+        return memory.as_strided((geometry.slots, *shape), (geometry.slot_bytes // size, *strides), offset // size)
 
 
 class Uses:
@@ -142,8 +203,8 @@ def _geometry(opened: engine_service_pb2.SessionOpened) -> SlotsGeometry:
             "the server knew no model when the session was opened: open it with a model_spec, or once more now"
         )
     server = opened.server
-    features = [(site.in_features, site.out_features) for site in opened.model_spec.sites]
-    return SlotsGeometry(server.slots, server.max_rank, DTYPE_NAMES[server.slot_dtype], features)
+    shapes = leaf_shapes(opened.model_spec)
+    return SlotsGeometry(server.slots, server.max_rank, DTYPE_NAMES[server.slot_dtype], shapes)
 
 
 def _at(words: Words, offset: int, count: int = 1) -> Words:

@@ -26,15 +26,15 @@ inline int64_t slot_item_bytes(const Work &work) { return work.site->slot_dtype 
 
 inline Panels panels_of_a(const Work &work) {
     const SlotcarSite &site = *work.site;
-    const int64_t size = slot_item_bytes(work), slot = work.batch->segments[work.segment].slot;
-    return {static_cast<const char *>(site.a) + slot * site.a_slot_stride * size, rank_of(work), site.a_row_stride * size,
+    const int64_t size = slot_item_bytes(work);
+    return {static_cast<const char *>(site.a) + a_of(work) * size, rank_of(work), site.a_row_stride * size,
             work.batch->in_features * size, panel_of(work) * size};
 }
 
 inline Panels panels_of_b(const Work &work) {
     const SlotcarSite &site = *work.site;
-    const int64_t size = slot_item_bytes(work), slot = work.batch->segments[work.segment].slot;
-    return {static_cast<const char *>(site.b) + slot * site.b_slot_stride * size, rank_of(work), site.b_row_stride * size,
+    const int64_t size = slot_item_bytes(work);
+    return {static_cast<const char *>(site.b) + b_of(work) * size, rank_of(work), site.b_row_stride * size,
             site.out_features * size, panel_of(work) * size};
 }
 

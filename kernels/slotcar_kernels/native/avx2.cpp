@@ -7,6 +7,7 @@
 
 #include "fill.h"
 #include "kernel.h"
+#include "seed.h"
 
 namespace slotcar {
 namespace {
@@ -82,6 +83,7 @@ private:
 
 Compute avx2_compute() { return compute<Avx2>; }
 Fill avx2_fill() { return fill_array<Avx2>; }
+Seed avx2_seed() { return seed_segment<Avx2>; }
 
 }  // namespace slotcar
 
@@ -89,5 +91,6 @@ Fill avx2_fill() { return fill_array<Avx2>; }
 
 slotcar::Compute slotcar::avx2_compute() { return nullptr; }
 slotcar::Fill slotcar::avx2_fill() { return nullptr; }
+slotcar::Seed slotcar::avx2_seed() { return nullptr; }
 
 #endif

@@ -7,10 +7,12 @@
 
 slotcar::Compute slotcar::avx512_compute() { return compute<Avx512>; }
 slotcar::Fill slotcar::avx512_fill() { return fill_array<Avx512>; }
+slotcar::Seed slotcar::avx512_seed() { return seed_segment<Avx512>; }
 
 #else
 
 slotcar::Compute slotcar::avx512_compute() { return nullptr; }
 slotcar::Fill slotcar::avx512_fill() { return nullptr; }
+slotcar::Seed slotcar::avx512_seed() { return nullptr; }
 
 #endif

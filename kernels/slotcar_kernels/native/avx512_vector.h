@@ -6,6 +6,7 @@
 
 #include "fill.h"
 #include "kernel.h"
+#include "seed.h"
 
 namespace slotcar {
 namespace {

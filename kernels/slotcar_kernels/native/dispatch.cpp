@@ -14,16 +14,9 @@ bool in_rows(const SlotcarBatch &batch, int64_t start, int64_t stop) {
     return 0 <= start && start <= stop && stop <= batch.rows;
 }
 
-/* Whether each position that will be used lies in the batch, and each row too. */
-bool fits(const SlotcarBatch &batch) {
-    for (int64_t i = 0; i < batch.segment_count; ++i) {
-        const SlotcarSegment &segment = batch.segments[i];
-        if (segment.slot < 0 || !in_rows(batch, segment.start, segment.stop)) return false;
-    }
-    for (int64_t i = 0; i < batch.base_range_count; ++i)
-        if (!in_rows(batch, batch.base_ranges[i].start, batch.base_ranges[i].stop)) return false;
-    for (int64_t i = 0; batch.order && i < batch.rows; ++i)
-        if (batch.order[i] < 0 || batch.order[i] >= batch.rows) return false;
+bool ids_fit(const SlotcarBatch &batch) {
+    for (int64_t i = 0; batch.ids && i < batch.rows; ++i)
+        if (batch.ids[i] < 0 || batch.ids[i] >= batch.in_features) return false;
     return true;
 }
 
@@ -124,6 +117,18 @@ Compute compute_of(int64_t isa) {
 
 }  // namespace
 
+bool fits(const SlotcarBatch &batch) {
+    for (int64_t i = 0; i < batch.segment_count; ++i) {
+        const SlotcarSegment &segment = batch.segments[i];
+        if (segment.slot < 0 || !in_rows(batch, segment.start, segment.stop)) return false;
+    }
+    for (int64_t i = 0; i < batch.base_range_count; ++i)
+        if (!in_rows(batch, batch.base_ranges[i].start, batch.base_ranges[i].stop)) return false;
+    for (int64_t i = 0; batch.order && i < batch.rows; ++i)
+        if (batch.order[i] < 0 || batch.order[i] >= batch.rows) return false;
+    return true;
+}
+
 bool runs(int64_t isa) {
 #if defined(__x86_64__)
     switch (isa) {
@@ -151,6 +156,7 @@ int64_t slotcar_lora_forward(const SlotcarBatch *batch, const SlotcarSite *sites
     const slotcar::Compute compute = slotcar::compute_of(isa);
     if (!compute) return SLOTCAR_NO_SUCH_ISA;
     if (!slotcar::fits(*batch)) return SLOTCAR_BAD_PLAN;
+    if (!slotcar::ids_fit(*batch)) return SLOTCAR_BAD_ID;
     for (int64_t s = 0; s < site_count; ++s)
         if (!slotcar::ranks_fit(*batch, sites[s])) return SLOTCAR_BAD_RANK;
     slotcar::compute_all({batch, sites, site_count, compute, threads > 1 ? threads : 1});

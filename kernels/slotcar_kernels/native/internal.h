@@ -31,6 +31,21 @@ namespace {
 
 [[maybe_unused]] inline int64_t rank_of(const Work &work) { return work.site->ranks[work.segment]; }
 
+/* Where the segment's A begins, and its B, in elements. */
+[[maybe_unused]] inline int64_t a_of(const Work &work) {
+    const SlotcarSite &site = *work.site;
+    const int64_t slot = work.batch->segments[work.segment].slot;
+    if (site.experts <= 1) return slot * site.a_slot_stride;
+    return slot / site.experts * site.a_slot_stride + slot % site.experts * site.a_expert_stride;
+}
+
+[[maybe_unused]] inline int64_t b_of(const Work &work) {
+    const SlotcarSite &site = *work.site;
+    const int64_t slot = work.batch->segments[work.segment].slot;
+    if (site.experts <= 1) return slot * site.b_slot_stride;
+    return slot / site.experts * site.b_slot_stride + slot % site.experts * site.b_expert_stride;
+}
+
 /* Columns of A, and of B, that are read of all ranks before the next ones are. */
 [[maybe_unused]] inline int64_t panel_of(const Work &work) {
     const int64_t rows = work.last - work.first;
@@ -53,6 +68,16 @@ using Fill = void (*)(const SlotcarFill &, int64_t to_dtype);
 Fill portable_fill();
 Fill avx2_fill();
 Fill avx512_fill();
+
+/* The rows of one segment. */
+using Seed = void (*)(const SlotcarBatch &, const SlotcarSeed &, int64_t segment);
+
+Seed portable_seed();
+Seed avx2_seed();
+Seed avx512_seed();
+
+/* Whether each position, row and slot of the batch is in its bounds. */
+bool fits(const SlotcarBatch &batch);
 
 /* Whether the processor and its system have the instruction set, in one of SlotcarIsa. */
 bool runs(int64_t isa);

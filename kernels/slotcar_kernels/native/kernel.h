@@ -93,13 +93,31 @@ inline void for_each_tile(int64_t rows, Step step) {
     }
 }
 
+/* h[row, :] = A[id of the row, :]: the shrink of an embedding. */
+template <class T, class S>
+void gather(const Block<T, S> &block, Scratch &scratch) {
+    for (int64_t i = 0; i < block.rows; ++i) {
+        const S *from = block.a + block.batch.ids[block.row(i)] * block.site.a_row_stride;
+        for (int64_t r = 0; r < block.rank; ++r) scratch.h[i * block.rank + r] = to_float(from[r]);
+    }
+}
+
+/* h = x Aᵀ */
 template <class V, class P, class T, class S>
-void compute_block(const Block<T, S> &block, Scratch &scratch) {
+void shrink_block(const Block<T, S> &block, Scratch &scratch) {
     for (int64_t i = 0; i < block.rows * block.rank; ++i) scratch.h[i] = 0;
     for (int64_t k = 0; k < block.batch.in_features; k += block.panel)
         for_each_tile(block.rows, [&](auto rows, int64_t tile) {
             shrink_panel<V, P, decltype(rows)::value>(block, tile, k, scratch);
         });
+}
+
+template <class V, class P, class T, class S>
+void compute_block(const Block<T, S> &block, Scratch &scratch) {
+    if (block.batch.ids)
+        gather(block, scratch);
+    else
+        shrink_block<V, P>(block, scratch);
     for (int64_t i = 0; i < block.rows * block.rank; ++i) scratch.h[i] *= block.scale;
     for (int64_t o = 0; o < block.site.out_features; o += block.panel)
         for_each_tile(block.rows, [&](auto rows, int64_t tile) {
@@ -110,12 +128,11 @@ void compute_block(const Block<T, S> &block, Scratch &scratch) {
 template <class V, class P, class T, class S>
 void compute_typed(const Work &work) {
     const SlotcarSite &site = *work.site;
-    const int64_t slot = work.batch->segments[work.segment].slot;
     const Block<T, S> block{
         *work.batch,
         site,
-        static_cast<const S *>(site.a) + slot * site.a_slot_stride,
-        static_cast<const S *>(site.b) + slot * site.b_slot_stride,
+        static_cast<const S *>(site.a) + a_of(work),
+        static_cast<const S *>(site.b) + b_of(work),
         rank_of(work),
         work.first,
         work.last - work.first,
@@ -123,7 +140,7 @@ void compute_typed(const Work &work) {
         site.scales[work.segment],
     };
     Scratch scratch;
-    scratch.ahead = Ahead(work);
+    if (!work.batch->ids) scratch.ahead = Ahead(work);  // the rows of A that an embedding reads are no run
     compute_block<V, P>(block, scratch);
 }
 

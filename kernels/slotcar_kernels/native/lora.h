@@ -3,7 +3,7 @@
  *     h[row, r]   = scale_s · Σ_k x[row, k] · A_s[r, k]                 r < rank_s     (shrink)
  *     out[row, o] = base[row, o] + Σ_r h[row, r] · B_s[r, o]                           (expand)
  *
- * for the rows of slot s at one site. Without a base (DELTA) it counts as zero. Rows without a delta, which are those
+ * for the rows of slot s at one site; of an embedding h[row, r] = scale_s · A_s[id(row), r]. Without a base (DELTA) it counts as zero. Rows without a delta, which are those
  * of BASE and those of slots of rank 0, get base's bits, or zeros. Sums are in float32 and rounded once, to x's type.
  *
  * A row's bits depend on its own values and on the instruction set alone, not on how many rows share its adapter, where
@@ -23,18 +23,24 @@ extern "C" {
 #endif
 
 /* Changes whenever a struct or the meaning of a call does. */
-#define SLOTCAR_ABI_VERSION 2
+#define SLOTCAR_ABI_VERSION 3
 
 enum SlotcarDtype { SLOTCAR_FLOAT32 = 0, SLOTCAR_FLOAT16 = 1, SLOTCAR_BFLOAT16 = 2 };
 
 enum SlotcarIsa { SLOTCAR_PORTABLE = 0, SLOTCAR_AVX2 = 1, SLOTCAR_AVX512 = 2, SLOTCAR_AVX512_BF16 = 3 };
 
-enum SlotcarStatus { SLOTCAR_OK = 0, SLOTCAR_BAD_PLAN = 1, SLOTCAR_BAD_RANK = 2, SLOTCAR_NO_SUCH_ISA = 3 };
+enum SlotcarStatus {
+    SLOTCAR_OK = 0,
+    SLOTCAR_BAD_PLAN = 1,
+    SLOTCAR_BAD_RANK = 2,
+    SLOTCAR_NO_SUCH_ISA = 3,
+    SLOTCAR_BAD_ID = 4
+};
 
 /* The highest rank that the kernel takes: it bounds the scratch. */
 #define SLOTCAR_MAX_RANK 16384
 
-/* The positions [start, stop) of all rows that use `slot`. */
+/* The positions [start, stop) of all rows that use `slot`; at sites of E experts it is slot · E + expert. */
 struct SlotcarSegment {
     int64_t slot, start, stop;
 };
@@ -54,10 +60,11 @@ struct SlotcarBatch {
     const void *x; /* [rows, in_features] */
     int64_t x_stride, in_features;
     int64_t dtype; /* of x, out and base */
+    const int64_t *ids; /* [rows], below in_features, in place of x: all sites are embeddings. Null elsewhere */
 };
 
 struct SlotcarSite {
-    const void *a, *b; /* [S, R, in_features] and [S, R, out_features] */
+    const void *a, *b; /* [S, E, R, in_features], of an embedding [S, in_features, R], and [S, E, R, out_features] */
     int64_t a_slot_stride, a_row_stride, b_slot_stride, b_row_stride;
     int64_t slot_dtype;
     const int64_t *ranks; /* one per segment */
@@ -67,7 +74,27 @@ struct SlotcarSite {
     int64_t out_stride;
     const void *base; /* [rows, out_features], null, or `out` itself */
     int64_t base_stride;
+    int64_t experts; /* E; 0 is read as 1 */
+    int64_t a_expert_stride, b_expert_stride;
 };
+
+/* seed[row, o] = base[row, o] + (gain_s[o] · y[row, o] + bias_s[o]) for the rows of the slots that have the vectors.
+ *
+ * Vectors that a slot hasn't got count as zero and are not read. Other rows get base's bits, or zeros. Each element is
+ * computed in float32 by itself and rounded once, to the batch's type.
+ */
+struct SlotcarSeed {
+    const float *vectors; /* [S, 2, out_features]: gain, bias */
+    int64_t slot_stride, bias_offset;
+    const int64_t *flags; /* one per segment, of SlotcarVector */
+    int64_t out_features;
+    void *seed; /* [rows, out_features] */
+    int64_t seed_stride;
+    const void *base, *y; /* [rows, out_features], or null; either may be `seed` itself, with its stride */
+    int64_t base_stride, y_stride;
+};
+
+enum SlotcarVector { SLOTCAR_GAIN = 1, SLOTCAR_BIAS = 2 };
 
 /* One array of a slot: an adapter's values in the slots' type, and behind them zeros. Nothing has gaps. */
 struct SlotcarFill {
@@ -87,6 +114,11 @@ int64_t slotcar_best_isa(void);
 /* Computes all sites on `threads` threads, the caller's among them. Anything but SLOTCAR_OK: nothing was written. */
 int64_t slotcar_lora_forward(const struct SlotcarBatch *batch, const struct SlotcarSite *sites, int64_t site_count,
                              int64_t isa, int64_t threads);
+
+/* Writes what the LoRA of the batch's rows is added to; of the batch only the plan and the type are used. Anything but
+ * SLOTCAR_OK: nothing was written.
+ */
+int64_t slotcar_seed(const struct SlotcarBatch *batch, const struct SlotcarSeed *seed, int64_t isa);
 
 /* Writes arrays of one slot, finite values rounded to nearest even, those of an equal type bit for bit. What it wrote is
  * visible to whoever sees a store that the caller makes afterwards. Anything but SLOTCAR_OK: nothing was written.

@@ -2,6 +2,7 @@
 #include "fill.h"
 #include "internal.h"
 #include "kernel.h"
+#include "seed.h"
 
 #if defined(__aarch64__)
 #include <arm_neon.h>
@@ -56,5 +57,6 @@ struct Portable {
 
 Compute portable_compute() { return compute<Portable>; }
 Fill portable_fill() { return fill_array<Portable>; }
+Seed portable_seed() { return seed_segment<Portable>; }
 
 }  // namespace slotcar

@@ -15,12 +15,32 @@
     uses_offset         32·U    client      of a mapping that it computes with by itself: its generation, and how many
                                             calls and rows it has had so far; then 0
     cells_offset        C times a request header, an answer header, a request's payload, an answer's payload
-    arena_offset        arena_bytes         tensors: x and base by the client, out by the sidecar
+    arena_offset        arena_bytes         tensors: x, base and aux by the client, out by the sidecar
 
 A request header is 64 bytes: sequence, kind, bytes of the payload. An answer header is 64 bytes: sequence, status,
 bytes of the payload, generation of the layout, fingerprint of the digests used, nanoseconds in the queue and in the
 kernels. The client chooses the sequence, never 0 and never twice the same in one connection; the cell is the sidecar's
 from then on until the answer has it. The answer's sequence is written last.
+
+The payload of a Forward; its tensors are in the arena, row after row without gaps, and of one dtype but for indices:
+
+    offset      bytes   what
+    0           8       mapping_id
+    8           8       generation
+    16          4       dtype of the tensors: the index in slots.DTYPES
+    20          4       E, number of row counts: one for each entry of the mapping
+    24          4       I, number of items
+    28          4       0
+    32          4·E     row counts; their sum is the rows of every tensor
+    32 + 4·E    40·I    items
+
+    of an item  bytes   what
+    0           4       the site's index in the ModelSpec
+    4           4       what its aux is: 0 nothing, 1 indices, int32 [rows], 2 the base model's output [rows, out]
+    8           8       offset in the arena of x [rows, in], or ABSENT, for an embedding
+    16          8       of the base to add to [rows, out], or ABSENT for the delta alone
+    24          8       of the result [rows, out]
+    32          8       of aux, or ABSENT when it is nothing
 
 A call: fill request and arena, write the cell's index, then `submitted`, then ring the sidecar's doorbell. The sidecar
 takes nothing that it reads here for granted, and reads each request once. Answers come in any order; each rings the
@@ -40,7 +60,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 MAGIC = b"SLOTCARR"
-VERSION = 1
+VERSION = 2
 CELLS = 32
 PAYLOAD_BYTES = 64 << 10
 USES = 128
@@ -170,23 +190,45 @@ class RegionGeometry:
         return geometry, epoch.decode("ascii", "replace")
 
 
-class Item(NamedTuple):
-    """One site of a Forward; the tensors are at these offsets in the arena, row after row without gaps.
+class Aux(IntEnum):
+    """What the aux of an item is: ids of tokens or numbers of experts, or the base model's output."""
 
-    `site` is its index in the ModelSpec. `base_offset` is NO_BASE for the delta alone; otherwise base + delta is
-    written. Items with equal x_offset share their input.
-    """
+    NONE = 0
+    INDICES = 1
+    OUTPUT = 2
+
+
+ABSENT = (1 << 64) - 1
+
+
+class Item(NamedTuple):
+    """One site of a Forward, with the offsets of its tensors. Items with equal x_offset share their input."""
 
     site: int
     x_offset: int
     base_offset: int
     out_offset: int
+    aux: int = Aux.NONE
+    aux_offset: int = ABSENT
+
+    def at(self, start: int) -> Item:
+        """The same in a block that begins at `start`."""
+        x, base, out, aux = (
+            offset if offset == ABSENT else offset + start
+            for offset in (self.x_offset, self.base_offset, self.out_offset, self.aux_offset)
+        )
+        return Item(self.site, x, base, out, self.aux, aux)
+
+    def pack(self) -> bytes:
+        return _ITEM.pack(self.site, self.aux, self.x_offset, self.base_offset, self.out_offset, self.aux_offset)
+
+    @classmethod
+    def unpack_all(cls, data: bytes) -> list[Item]:
+        return [cls(site, x, base, out, aux, at) for site, aux, x, base, out, at in _ITEM.iter_unpack(data)]
 
 
-NO_BASE = (1 << 64) - 1
-# A Forward: these, then 4 bytes for each row count, then the items.
-_FORWARD = struct.Struct("<2Q3I4x")  # mapping_id, generation, dtype as its index in slots.DTYPES, counts, items
-_ITEM = struct.Struct("<I4x3Q")
+_FORWARD = struct.Struct("<2Q3I4x")
+_ITEM = struct.Struct("<2I4Q")
 
 
 class Forward(NamedTuple):
@@ -201,7 +243,7 @@ class Forward(NamedTuple):
     def pack(self) -> bytes:
         counts = self.row_counts
         head = _FORWARD.pack(self.mapping_id, self.generation, self.dtype, len(counts), len(self.items))
-        return b"".join((head, struct.pack(f"<{len(counts)}I", *counts), *(_ITEM.pack(*item) for item in self.items)))
+        return b"".join((head, struct.pack(f"<{len(counts)}I", *counts), *(item.pack() for item in self.items)))
 
     @classmethod
     def unpack(cls, payload: bytes) -> Forward:
@@ -214,7 +256,7 @@ class Forward(NamedTuple):
         if len(payload) != wanted:
             raise BadRegion(f"a Forward of {len(payload)} bytes, wanted {wanted} for {counts} counts, {items} items")
         row_counts = struct.unpack_from(f"<{counts}I", payload, _FORWARD.size)
-        return cls(mapping_id, generation, dtype, row_counts, [Item(*i) for i in _ITEM.iter_unpack(payload[items_at:])])
+        return cls(mapping_id, generation, dtype, row_counts, Item.unpack_all(payload[items_at:]))
 
 
 def fingerprint(digests: Iterable[str]) -> int:

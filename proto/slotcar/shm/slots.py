@@ -6,17 +6,27 @@ The sidecar writes it; clients of the direct plane map it for reading. It never 
     0               8        b"SLOTCARS"
     8               4        VERSION
     12              4        S, number of slots
-    16              4        N, number of sites
+    16              4        N, number of leaves
     20              4        R, largest rank
     24              4        element type of the slots: the index in DTYPES
-    28              4        0
+    28              4        P, number of parts: one for each leaf, or for each of its experts
     32              16       epoch, as ASCII
     64              8        closed: 0 while the server serves
     72              8        generation of the newest layout
     128             8·S      mod_generation of each slot
-    parts_offset    8·S·N    of each slot, of each site: rank, then scale as float32; rank 0: no weights
-    weights_offset  S times slot_bytes; in each, for every site at a_offsets[site] A [R, in], and at b_offsets[site]
-                             B transposed [R, out], both row after row without gaps
+    parts_offset    12·S·P   of each slot, of each leaf, of each of its experts: rank; scale as float32; flags
+    weights_offset  S times slot_bytes; in each, for every leaf, row after row without gaps:
+                             at a_offsets[leaf] A [E, R, in]; of an embedding transposed, [in, R]
+                             at b_offsets[leaf] B transposed [E, R, out]
+                             at v_offsets[leaf] vectors [2, out] in float32, gain and then bias; none for experts
+
+A leaf is one part of a site of the ModelSpec: the leaves are in the order of its sites, and those of one site in the
+order of its parts, or it is the one leaf of a site without parts. It has all experts of the site, otherwise E is 1. The
+slots have the whole adapter for all ranks; what a rank computes with is `shard` of it.
+
+Only what a part's rank and flags say has a meaning. Rank 0: no A and no B here. Flag GAIN or BIAS: the vector is there.
+
+    delta = scale · (x A[:rank]ᵀ) B[:rank] + gain ⊙ y_base + bias
 
 Words of 8 bytes are written by one store, through a memoryview cast to "Q", and read by one load: half of a new
 mod_generation beside half of an old one could pass for one that a reader may take.
@@ -30,9 +40,11 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple
 
 MAGIC = b"SLOTCARS"
-VERSION = 1
+VERSION = 2
 DTYPES = ("float32", "float16", "bfloat16")
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 EPOCH_BYTES = 16
@@ -42,10 +54,11 @@ CLOSED_OFFSET = 64
 GENERATION_OFFSET = 72
 MODS_OFFSET = 128
 WORD = struct.Struct("<Q")
-PART = struct.Struct("<If")
+PART = struct.Struct("<IfI")
+GAIN, BIAS = 1, 2
 
 _HEADER = struct.Struct("<8s6I16s")
-_FIELDS = ("magic", "version", "slots", "sites", "max_rank", "dtype", "reserved", "epoch")
+_FIELDS = ("magic", "version", "slots", "leaves", "max_rank", "dtype", "parts", "epoch")
 _ARRAY_ALIGNMENT = 128  # so that vector loads of each array start alike in each slot
 _PAGE = 4096
 
@@ -58,33 +71,64 @@ def _aligned(offset: int, alignment: int) -> int:
     return -(-offset // alignment) * alignment
 
 
+class LeafShape(NamedTuple):
+    """What one leaf has arrays for; `experts` is 0 where its site is none of experts."""
+
+    in_features: int
+    out_features: int
+    experts: int = 0
+    embedding: bool = False
+
+    @property
+    def parts(self) -> int:
+        return self.experts or 1
+
+    @property
+    def vectors_bytes(self) -> int:
+        return 0 if self.experts else 2 * 4 * self.out_features
+
+
+def shard(features: int, rank: int, ranks: int, copies: int = 1) -> tuple[int, int]:
+    """Where a rank's features begin and end, when `copies` neighbouring ranks have the same ones."""
+    width = features * copies // ranks
+    start = rank // copies * width
+    return start, start + width
+
+
 @dataclass(frozen=True)
 class SlotsGeometry:
-    """Where everything is. `sites` has (in_features, out_features) of each, in the order of the ModelSpec."""
+    """Where everything is. `leaves` are in the order of the ModelSpec's sites and of their parts."""
 
     slots: int
     max_rank: int
     dtype: str
-    sites: Sequence[tuple[int, int]]
+    leaves: Sequence[LeafShape]
     a_offsets: tuple[int, ...] = field(init=False)
     b_offsets: tuple[int, ...] = field(init=False)
+    v_offsets: tuple[int, ...] = field(init=False)
+    first_parts: tuple[int, ...] = field(init=False)
+    parts: int = field(init=False)
     slot_bytes: int = field(init=False)
     parts_offset: int = field(init=False)
     weights_offset: int = field(init=False)
     total_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        a_offsets, b_offsets, end, row = [], [], 0, self.max_rank * ITEM_BYTES[self.dtype]
-        for in_features, out_features in self.sites:
-            for offsets, features in ((a_offsets, in_features), (b_offsets, out_features)):
-                offsets.append(end)
-                end = _aligned(end + row * features, _ARRAY_ALIGNMENT)
+        row = self.max_rank * ITEM_BYTES[self.dtype]
+        features = [leaf.parts * width for leaf in self.leaves for width in (leaf.in_features, leaf.out_features)]
+        # The vectors behind all else: what has none there never touches their memory.
+        sizes = [row * width for width in features] + [leaf.vectors_bytes for leaf in self.leaves]
+        *offsets, end = accumulate((_aligned(size, _ARRAY_ALIGNMENT) for size in sizes), initial=0)
+        *first_parts, parts = accumulate((leaf.parts for leaf in self.leaves), initial=0)
         parts_offset = _aligned(MODS_OFFSET + WORD.size * self.slots, _ARRAY_ALIGNMENT)
-        weights_offset = _aligned(parts_offset + PART.size * self.slots * len(self.sites), _PAGE)
+        weights_offset = _aligned(parts_offset + PART.size * self.slots * parts, _PAGE)
         slot_bytes = _aligned(end, _PAGE)
         for name, value in (
-            ("a_offsets", tuple(a_offsets)),
-            ("b_offsets", tuple(b_offsets)),
+            ("a_offsets", tuple(offsets[: len(features) : 2])),
+            ("b_offsets", tuple(offsets[1 : len(features) : 2])),
+            ("v_offsets", tuple(offsets[len(features) :])),
+            ("first_parts", tuple(first_parts)),
+            ("parts", parts),
             ("slot_bytes", slot_bytes),
             ("parts_offset", parts_offset),
             ("weights_offset", weights_offset),
@@ -98,8 +142,8 @@ class SlotsGeometry:
     def slot_offset(self, slot: int) -> int:
         return self.weights_offset + self.slot_bytes * slot
 
-    def part_offset(self, slot: int, site: int) -> int:
-        return self.parts_offset + PART.size * (slot * len(self.sites) + site)
+    def part_offset(self, slot: int, leaf: int, expert: int = 0) -> int:
+        return self.parts_offset + PART.size * (slot * self.parts + self.first_parts[leaf] + expert)
 
     def header(self, epoch: str) -> bytes:
         """The first bytes of the file."""
@@ -107,10 +151,10 @@ class SlotsGeometry:
             MAGIC,
             VERSION,
             self.slots,
-            len(self.sites),
+            len(self.leaves),
             self.max_rank,
             DTYPES.index(self.dtype),
-            0,
+            self.parts,
             epoch.encode("ascii"),
         )
 

@@ -24,19 +24,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18slotcar/v1/adapter.proto\x12\nslotcar.v1\"\xbb\x01\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0e\n\x06source\x18\x03 \x01(\t\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\x12\x1e\n\x04tier\x18\x06 \x01(\x0e\x32\x10.slotcar.v1.Tier\x12\x11\n\x04slot\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x0c\n\x04keep\x18\x08 \x01(\x08\x12\x0c\n\x04pins\x18\t \x01(\r\x12\r\n\x05sites\x18\n \x03(\tB\x07\n\x05_slot\"\xbe\x01\n\nLoadReport\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12-\n\rsites_matched\x18\x03 \x03(\x0b\x32\x16.slotcar.v1.SiteReport\x12\x12\n\nsites_zero\x18\x04 \x03(\t\x12\x16\n\x0e\x66ields_ignored\x18\x05 \x03(\t\x12\x12\n\nfile_dtype\x18\x06 \x01(\t\x12\x12\n\nslot_dtype\x18\x07 \x01(\t\x12\x10\n\x08warnings\x18\x08 \x03(\t\"7\n\nSiteReport\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\r\n\x05scale\x18\x03 \x01(\x01*\\\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0f\n\x0bTIER_SOURCE\x10\x01\x12\r\n\tTIER_DISK\x10\x02\x12\r\n\tTIER_HOST\x10\x03\x12\x0f\n\x0bTIER_DEVICE\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18slotcar/v1/adapter.proto\x12\nslotcar.v1\"\xe8\x01\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0e\n\x06source\x18\x03 \x01(\t\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\x12\x1e\n\x04tier\x18\x06 \x01(\x0e\x32\x10.slotcar.v1.Tier\x12\x11\n\x04slot\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x0c\n\x04keep\x18\x08 \x01(\x08\x12\x0c\n\x04pins\x18\t \x01(\r\x12\r\n\x05sites\x18\n \x03(\t\x12\x1a\n\x12sites_needing_base\x18\x0b \x03(\t\x12\x0f\n\x07history\x18\x0c \x03(\tB\x07\n\x05_slot\"\xbe\x01\n\nLoadReport\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12-\n\rsites_matched\x18\x03 \x03(\x0b\x32\x16.slotcar.v1.SiteReport\x12\x12\n\nsites_zero\x18\x04 \x03(\t\x12\x16\n\x0e\x66ields_ignored\x18\x05 \x03(\t\x12\x12\n\nfile_dtype\x18\x06 \x01(\t\x12\x12\n\nslot_dtype\x18\x07 \x01(\t\x12\x10\n\x08warnings\x18\x08 \x03(\t\"K\n\nSiteReport\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\r\n\x05scale\x18\x03 \x01(\x01\x12\x12\n\nneeds_base\x18\x04 \x01(\x08*\\\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0f\n\x0bTIER_SOURCE\x10\x01\x12\r\n\tTIER_DISK\x10\x02\x12\r\n\tTIER_HOST\x10\x03\x12\x0f\n\x0bTIER_DEVICE\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'slotcar.v1.adapter_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TIER']._serialized_start=480
-  _globals['_TIER']._serialized_end=572
+  _globals['_TIER']._serialized_start=545
+  _globals['_TIER']._serialized_end=637
   _globals['_ADAPTER']._serialized_start=41
-  _globals['_ADAPTER']._serialized_end=228
-  _globals['_LOADREPORT']._serialized_start=231
-  _globals['_LOADREPORT']._serialized_end=421
-  _globals['_SITEREPORT']._serialized_start=423
-  _globals['_SITEREPORT']._serialized_end=478
+  _globals['_ADAPTER']._serialized_end=273
+  _globals['_LOADREPORT']._serialized_start=276
+  _globals['_LOADREPORT']._serialized_end=466
+  _globals['_SITEREPORT']._serialized_start=468
+  _globals['_SITEREPORT']._serialized_end=543
 # @@protoc_insertion_point(module_scope)

@@ -67,6 +67,8 @@ class Adapter(_message.Message):
     KEEP_FIELD_NUMBER: _builtins.int
     PINS_FIELD_NUMBER: _builtins.int
     SITES_FIELD_NUMBER: _builtins.int
+    SITES_NEEDING_BASE_FIELD_NUMBER: _builtins.int
+    HISTORY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The operator's name for the adapter."""
     digest: _builtins.str
@@ -87,7 +89,19 @@ class Adapter(_message.Message):
     """How many mappings and holds pin its slot."""
     @_builtins.property
     def sites(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The sites it has weights for, sorted. Filled in by GetAdapter and LoadAdapter only."""
+        """The sites of the model at which it has weights, sorted; where no model is known, its own modules. Filled in by
+        GetAdapter and LoadAdapter only.
+        """
+
+    @_builtins.property
+    def sites_needing_base(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The sites of the model at which a Forward of its rows needs the base model's output, as `base` or as `aux`, sorted.
+        Filled in as `sites`, where the model is known.
+        """
+
+    @_builtins.property
+    def history(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The digests that the name had before, the latest first; only the last few. Filled in as `sites`."""
 
     def __init__(
         self,
@@ -102,10 +116,12 @@ class Adapter(_message.Message):
         keep: _builtins.bool = ...,
         pins: _builtins.int = ...,
         sites: _abc.Iterable[_builtins.str] | None = ...,
+        sites_needing_base: _abc.Iterable[_builtins.str] | None = ...,
+        history: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_slot", b"_slot", "slot", b"slot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_slot", b"_slot", "bytes", b"bytes", "digest", b"digest", "keep", b"keep", "name", b"name", "pins", b"pins", "rank", b"rank", "sites", b"sites", "slot", b"slot", "source", b"source", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_slot", b"_slot", "bytes", b"bytes", "digest", b"digest", "history", b"history", "keep", b"keep", "name", b"name", "pins", b"pins", "rank", b"rank", "sites", b"sites", "sites_needing_base", b"sites_needing_base", "slot", b"slot", "source", b"source", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__slot: _TypeAlias = _typing.Literal["slot"]  # noqa: Y015
     _WhichOneofArgType__slot: _TypeAlias = _typing.Literal["_slot", b"_slot"]  # noqa: Y015
@@ -180,22 +196,26 @@ class SiteReport(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     SCALE_FIELD_NUMBER: _builtins.int
+    NEEDS_BASE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The site's name."""
     rank: _builtins.int
     """Rank of the adapter at this site."""
     scale: _builtins.float
     """The factor that multiplies the delta here."""
+    needs_base: _builtins.bool
+    """Its Forwards need the base model's output."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         rank: _builtins.int = ...,
         scale: _builtins.float = ...,
+        needs_base: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "rank", b"rank", "scale", b"scale"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "needs_base", b"needs_base", "rank", b"rank", "scale", b"scale"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -48,6 +48,74 @@ ON_CONFLICT_REPLACE: OnConflict.ValueType  # 2
 """Load the new bytes beside the old, move the name in one step, let the old drain. A failed replace changes nothing."""
 Global___OnConflict: _TypeAlias = OnConflict  # noqa: Y015
 
+class _Desired:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DesiredEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Desired.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DESIRED_UNSPECIFIED: _Desired.ValueType  # 0
+    """The entry is malformed."""
+    DESIRED_PRESENT: _Desired.ValueType  # 1
+    """The name is known."""
+    DESIRED_KEEP: _Desired.ValueType  # 2
+    """The name is kept, in a slot."""
+    DESIRED_ABSENT: _Desired.ValueType  # 3
+    """There is no such name."""
+
+class Desired(_Desired, metaclass=_DesiredEnumTypeWrapper):
+    """What is wanted of a declared adapter."""
+
+DESIRED_UNSPECIFIED: Desired.ValueType  # 0
+"""The entry is malformed."""
+DESIRED_PRESENT: Desired.ValueType  # 1
+"""The name is known."""
+DESIRED_KEEP: Desired.ValueType  # 2
+"""The name is kept, in a slot."""
+DESIRED_ABSENT: Desired.ValueType  # 3
+"""There is no such name."""
+Global___Desired: _TypeAlias = Desired  # noqa: Y015
+
+class _DesiredState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DesiredStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DesiredState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DESIRED_STATE_UNSPECIFIED: _DesiredState.ValueType  # 0
+    """Never sent."""
+    DESIRED_STATE_PENDING: _DesiredState.ValueType  # 1
+    """It waits for its turn, or for what `reason` says."""
+    DESIRED_STATE_LOADING: _DesiredState.ValueType  # 2
+    """It is being loaded."""
+    DESIRED_STATE_READY: _DesiredState.ValueType  # 3
+    """It is as wanted."""
+    DESIRED_STATE_ABSENT: _DesiredState.ValueType  # 4
+    """There is no such name, as wanted."""
+    DESIRED_STATE_FAILED: _DesiredState.ValueType  # 5
+    """It could not be loaded."""
+    DESIRED_STATE_INVALID: _DesiredState.ValueType  # 6
+    """The entry is malformed, and nothing is done about it."""
+
+class DesiredState(_DesiredState, metaclass=_DesiredStateEnumTypeWrapper):
+    """How far an entry is."""
+
+DESIRED_STATE_UNSPECIFIED: DesiredState.ValueType  # 0
+"""Never sent."""
+DESIRED_STATE_PENDING: DesiredState.ValueType  # 1
+"""It waits for its turn, or for what `reason` says."""
+DESIRED_STATE_LOADING: DesiredState.ValueType  # 2
+"""It is being loaded."""
+DESIRED_STATE_READY: DesiredState.ValueType  # 3
+"""It is as wanted."""
+DESIRED_STATE_ABSENT: DesiredState.ValueType  # 4
+"""There is no such name, as wanted."""
+DESIRED_STATE_FAILED: DesiredState.ValueType  # 5
+"""It could not be loaded."""
+DESIRED_STATE_INVALID: DesiredState.ValueType  # 6
+"""The entry is malformed, and nothing is done about it."""
+Global___DesiredState: _TypeAlias = DesiredState  # noqa: Y015
+
 class _EventKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -86,6 +154,14 @@ class _EventKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EventKind.V
     """A hold ended: released, its time over, its session gone, or by force."""
     EVENT_KIND_EXPIRED: _EventKind.ValueType  # 15
     """A mapping was idle and lost its pins; it stays valid."""
+    EVENT_KIND_STORAGE_FAULT: _EventKind.ValueType  # 16
+    """The disk tier or the journal could not do what it should: an entry was damaged, the disk is full, …; the server
+    goes on without it.
+    """
+    EVENT_KIND_DECLARED: _EventKind.ValueType  # 17
+    """A version of the file of --adapters came into force, or was refused."""
+    EVENT_KIND_RECONCILED: _EventKind.ValueType  # 18
+    """A declared adapter became what is wanted of it, or failed."""
 
 class EventKind(_EventKind, metaclass=_EventKindEnumTypeWrapper):
     """What happened."""
@@ -122,6 +198,14 @@ EVENT_KIND_HOLD_RELEASED: EventKind.ValueType  # 14
 """A hold ended: released, its time over, its session gone, or by force."""
 EVENT_KIND_EXPIRED: EventKind.ValueType  # 15
 """A mapping was idle and lost its pins; it stays valid."""
+EVENT_KIND_STORAGE_FAULT: EventKind.ValueType  # 16
+"""The disk tier or the journal could not do what it should: an entry was damaged, the disk is full, …; the server
+goes on without it.
+"""
+EVENT_KIND_DECLARED: EventKind.ValueType  # 17
+"""A version of the file of --adapters came into force, or was refused."""
+EVENT_KIND_RECONCILED: EventKind.ValueType  # 18
+"""A declared adapter became what is wanted of it, or failed."""
 Global___EventKind: _TypeAlias = EventKind  # noqa: Y015
 
 @_typing.final
@@ -145,8 +229,9 @@ class LoadAdapterRequest(_message.Message):
     keep: _builtins.bool
     """Also keep the name."""
     target_tier: _adapter_pb2.Tier.ValueType
-    """Where the adapter is wanted: TIER_HOST, verified in memory and in no slot until a SetMapping with `load` asks for
-    it, or TIER_DEVICE. Unspecified is read as TIER_DEVICE.
+    """Where the adapter is wanted: TIER_DISK, if there is a disk tier, verified and in no memory; TIER_HOST, verified in
+    memory; both in no slot until a SetMapping with `load` asks for it; or TIER_DEVICE. Unspecified is read as
+    TIER_DEVICE.
     """
     @_builtins.property
     def hold(self) -> Global___LoadHold:
@@ -647,6 +732,180 @@ class ListAdaptersResponse(_message.Message):
 Global___ListAdaptersResponse: _TypeAlias = ListAdaptersResponse  # noqa: Y015
 
 @_typing.final
+class ListDesiredRequest(_message.Message):
+    """Asks for one page of the list."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """At most this many entries in the answer; 0 is read as 100, and more than 1000 as 1000."""
+    page_token: _builtins.str
+    """The token of the page before, or empty for the first page."""
+    def __init__(
+        self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListDesiredRequest: _TypeAlias = ListDesiredRequest  # noqa: Y015
+
+@_typing.final
+class ListDesiredResponse(_message.Message):
+    """One page of the list."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILE_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Token of the next page; empty on the last. A token is good for a minute at most."""
+    @_builtins.property
+    def file(self) -> Global___DesiredFile:
+        """The file that declares; absent when the server follows none."""
+
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___DesiredAdapter]:
+        """Entries in order of their names; those without a name come last."""
+
+    @_builtins.property
+    def layout(self) -> _layout_pb2.LayoutVersion:
+        """The layout when the snapshot was taken."""
+
+    def __init__(
+        self,
+        *,
+        file: Global___DesiredFile | None = ...,
+        adapters: _abc.Iterable[Global___DesiredAdapter] | None = ...,
+        next_page_token: _builtins.str = ...,
+        layout: _layout_pb2.LayoutVersion | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["file", b"file", "layout", b"layout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "file", b"file", "layout", b"layout", "next_page_token", b"next_page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListDesiredResponse: _TypeAlias = ListDesiredResponse  # noqa: Y015
+
+@_typing.final
+class DesiredFile(_message.Message):
+    """The file of --adapters."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    PRUNE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
+    """Where it is."""
+    version: _builtins.str
+    """A digest of the text that is in force: "sha256:" and 64 hex digits. Empty until there was one."""
+    prune: _builtins.bool
+    """What earlier versions declared, and this one does not name, is unloaded."""
+    reason: _builtins.str
+    """Why what is in the file now is not in force: a row of the error table. Empty when it is."""
+    message: _builtins.str
+    """The same in a sentence."""
+    def __init__(
+        self,
+        *,
+        path: _builtins.str = ...,
+        version: _builtins.str = ...,
+        prune: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "path", b"path", "prune", b"prune", "reason", b"reason", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DesiredFile: _TypeAlias = DesiredFile  # noqa: Y015
+
+@_typing.final
+class DesiredAdapter(_message.Message):
+    """One entry of the file."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    PLACE_FIELD_NUMBER: _builtins.int
+    DESIRED_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    TARGET_TIER_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    ATTEMPTS_FIELD_NUMBER: _builtins.int
+    NEXT_TRY_FIELD_NUMBER: _builtins.int
+    SINCE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """The adapter's name; empty for a malformed entry without a name."""
+    place: _builtins.str
+    """Where a malformed entry is, such as "adapters[3]"; empty for others."""
+    desired: Global___Desired.ValueType
+    """What is wanted of it."""
+    source: _builtins.str
+    """Its source, as written."""
+    digest: _builtins.str
+    """The digest that it must have; empty for any."""
+    target_tier: _adapter_pb2.Tier.ValueType
+    """Where it is brought when it is loaded: TIER_DISK, TIER_HOST or TIER_DEVICE. Unspecified for what is to be absent."""
+    state: Global___DesiredState.ValueType
+    """How far it is."""
+    reason: _builtins.str
+    """Why it is not what is wanted: a row of the error table. Empty without a cause."""
+    message: _builtins.str
+    """The same in a sentence."""
+    attempts: _builtins.int
+    """How many times it was loaded, or that was tried, since something was wanted anew."""
+    @_builtins.property
+    def next_try(self) -> _duration_pb2.Duration:
+        """Until it is tried again by itself; absent when it is not, but when its entry or what is at its source changes."""
+
+    @_builtins.property
+    def since(self) -> _duration_pb2.Duration:
+        """How long it has been in its state."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        place: _builtins.str = ...,
+        desired: Global___Desired.ValueType = ...,
+        source: _builtins.str = ...,
+        digest: _builtins.str = ...,
+        target_tier: _adapter_pb2.Tier.ValueType = ...,
+        state: Global___DesiredState.ValueType = ...,
+        reason: _builtins.str = ...,
+        message: _builtins.str = ...,
+        attempts: _builtins.int = ...,
+        next_try: _duration_pb2.Duration | None = ...,
+        since: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["next_try", b"next_try", "since", b"since"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "desired", b"desired", "digest", b"digest", "message", b"message", "name", b"name", "next_try", b"next_try", "place", b"place", "reason", b"reason", "since", b"since", "source", b"source", "state", b"state", "target_tier", b"target_tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DesiredAdapter: _TypeAlias = DesiredAdapter  # noqa: Y015
+
+@_typing.final
 class EstimateAdapterRequest(_message.Message):
     """Names a source to look at."""
 
@@ -715,6 +974,96 @@ class EstimateAdapterResponse(_message.Message):
 Global___EstimateAdapterResponse: _TypeAlias = EstimateAdapterResponse  # noqa: Y015
 
 @_typing.final
+class PrefetchAdaptersRequest(_message.Message):
+    """Names the adapters to bring nearer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REFS_FIELD_NUMBER: _builtins.int
+    TARGET_TIER_FIELD_NUMBER: _builtins.int
+    target_tier: _adapter_pb2.Tier.ValueType
+    """How near: TIER_DISK, if there is a disk tier, TIER_HOST or TIER_DEVICE. Unspecified is read as TIER_DEVICE."""
+    @_builtins.property
+    def refs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """"name" or "name@sha256:…" of adapters that the server knows, the most wanted first; as many as a mapping may have."""
+
+    def __init__(
+        self,
+        *,
+        refs: _abc.Iterable[_builtins.str] | None = ...,
+        target_tier: _adapter_pb2.Tier.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["refs", b"refs", "target_tier", b"target_tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefetchAdaptersRequest: _TypeAlias = PrefetchAdaptersRequest  # noqa: Y015
+
+@_typing.final
+class PrefetchAdaptersResponse(_message.Message):
+    """What became of each."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefetchedAdapter]:
+        """One per ref, in their order."""
+
+    @_builtins.property
+    def layout(self) -> _layout_pb2.LayoutVersion:
+        """The layout at the time of the answer."""
+
+    def __init__(
+        self,
+        *,
+        adapters: _abc.Iterable[Global___PrefetchedAdapter] | None = ...,
+        layout: _layout_pb2.LayoutVersion | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "layout", b"layout"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefetchAdaptersResponse: _TypeAlias = PrefetchAdaptersResponse  # noqa: Y015
+
+@_typing.final
+class PrefetchedAdapter(_message.Message):
+    """One adapter of a prefetch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REF_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    WHY_NOT_FIELD_NUMBER: _builtins.int
+    ref: _builtins.str
+    """As it was asked for."""
+    why_not: _builtins.str
+    """Why it is no nearer, as an error that LoadAdapter would give; empty when it is where it was wanted."""
+    @_builtins.property
+    def adapter(self) -> _adapter_pb2.Adapter:
+        """The adapter, whose tier says where it is now; absent when the name is not known."""
+
+    def __init__(
+        self,
+        *,
+        ref: _builtins.str = ...,
+        adapter: _adapter_pb2.Adapter | None = ...,
+        why_not: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "ref", b"ref", "why_not", b"why_not"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefetchedAdapter: _TypeAlias = PrefetchedAdapter  # noqa: Y015
+
+@_typing.final
 class GetCapacityRequest(_message.Message):
     """Asks for the capacity."""
 
@@ -756,6 +1105,11 @@ class GetCapacityResponse(_message.Message):
     SESSIONS_FIELD_NUMBER: _builtins.int
     SESSIONS_CAPACITY_FIELD_NUMBER: _builtins.int
     WAITING_FIELD_NUMBER: _builtins.int
+    DISK_BYTES_USED_FIELD_NUMBER: _builtins.int
+    DISK_BYTES_CAPACITY_FIELD_NUMBER: _builtins.int
+    DISK_BYTES_HELD_FIELD_NUMBER: _builtins.int
+    RESTORING_FIELD_NUMBER: _builtins.int
+    RESTORE_FAILURES_FIELD_NUMBER: _builtins.int
     slots: _builtins.int
     """All slots."""
     slots_free: _builtins.int
@@ -792,9 +1146,23 @@ class GetCapacityResponse(_message.Message):
     """The most sessions."""
     waiting: _builtins.int
     """SetMapping calls that wait for slots."""
+    disk_bytes_used: _builtins.int
+    """Bytes in the disk tier, those of other sidecars that share it too."""
+    disk_bytes_capacity: _builtins.int
+    """The most bytes that the disk tier may have; 0 without one."""
+    disk_bytes_held: _builtins.int
+    """Bytes in the disk tier that this sidecar needs there, because nothing else has them."""
+    restoring: _builtins.int
+    """Names of the journal that are not back yet."""
     @_builtins.property
     def layout(self) -> _layout_pb2.LayoutVersion:
         """The layout at the time of the answer."""
+
+    @_builtins.property
+    def restore_failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___RestoreFailure]:
+        """Names of the journal that could not be brought back, in order; at most 100. They stay in the journal until they
+        are loaded or unloaded.
+        """
 
     def __init__(
         self,
@@ -818,14 +1186,45 @@ class GetCapacityResponse(_message.Message):
         sessions: _builtins.int = ...,
         sessions_capacity: _builtins.int = ...,
         waiting: _builtins.int = ...,
+        disk_bytes_used: _builtins.int = ...,
+        disk_bytes_capacity: _builtins.int = ...,
+        disk_bytes_held: _builtins.int = ...,
+        restoring: _builtins.int = ...,
+        restore_failures: _abc.Iterable[Global___RestoreFailure] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "adapters_capacity", b"adapters_capacity", "host_bytes_capacity", b"host_bytes_capacity", "host_bytes_held", b"host_bytes_held", "host_bytes_used", b"host_bytes_used", "keeps", b"keeps", "layout", b"layout", "sessions", b"sessions", "sessions_capacity", b"sessions_capacity", "slot_bytes", b"slot_bytes", "slots", b"slots", "slots_available", b"slots_available", "slots_draining", b"slots_draining", "slots_filling", b"slots_filling", "slots_free", b"slots_free", "slots_occupied", b"slots_occupied", "slots_pinned", b"slots_pinned", "slots_reserved", b"slots_reserved", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "adapters_capacity", b"adapters_capacity", "disk_bytes_capacity", b"disk_bytes_capacity", "disk_bytes_held", b"disk_bytes_held", "disk_bytes_used", b"disk_bytes_used", "host_bytes_capacity", b"host_bytes_capacity", "host_bytes_held", b"host_bytes_held", "host_bytes_used", b"host_bytes_used", "keeps", b"keeps", "layout", b"layout", "restore_failures", b"restore_failures", "restoring", b"restoring", "sessions", b"sessions", "sessions_capacity", b"sessions_capacity", "slot_bytes", b"slot_bytes", "slots", b"slots", "slots_available", b"slots_available", "slots_draining", b"slots_draining", "slots_filling", b"slots_filling", "slots_free", b"slots_free", "slots_occupied", b"slots_occupied", "slots_pinned", b"slots_pinned", "slots_reserved", b"slots_reserved", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetCapacityResponse: _TypeAlias = GetCapacityResponse  # noqa: Y015
+
+@_typing.final
+class RestoreFailure(_message.Message):
+    """A name that was there before the server started, and is not there again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REF_FIELD_NUMBER: _builtins.int
+    WHY_NOT_FIELD_NUMBER: _builtins.int
+    ref: _builtins.str
+    """"name@sha256:…"."""
+    why_not: _builtins.str
+    """Why, as an error that LoadAdapter would give."""
+    def __init__(
+        self,
+        *,
+        ref: _builtins.str = ...,
+        why_not: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref", "why_not", b"why_not"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestoreFailure: _TypeAlias = RestoreFailure  # noqa: Y015
 
 @_typing.final
 class ListSessionsRequest(_message.Message):

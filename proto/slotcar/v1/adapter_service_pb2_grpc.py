@@ -70,10 +70,20 @@ class AdapterServiceStub(object):
                 request_serializer=slotcar_dot_v1_dot_adapter__service__pb2.ListAdaptersRequest.SerializeToString,
                 response_deserializer=slotcar_dot_v1_dot_adapter__service__pb2.ListAdaptersResponse.FromString,
                 _registered_method=True)
+        self.ListDesired = channel.unary_unary(
+                '/slotcar.v1.AdapterService/ListDesired',
+                request_serializer=slotcar_dot_v1_dot_adapter__service__pb2.ListDesiredRequest.SerializeToString,
+                response_deserializer=slotcar_dot_v1_dot_adapter__service__pb2.ListDesiredResponse.FromString,
+                _registered_method=True)
         self.EstimateAdapter = channel.unary_unary(
                 '/slotcar.v1.AdapterService/EstimateAdapter',
                 request_serializer=slotcar_dot_v1_dot_adapter__service__pb2.EstimateAdapterRequest.SerializeToString,
                 response_deserializer=slotcar_dot_v1_dot_adapter__service__pb2.EstimateAdapterResponse.FromString,
+                _registered_method=True)
+        self.PrefetchAdapters = channel.unary_unary(
+                '/slotcar.v1.AdapterService/PrefetchAdapters',
+                request_serializer=slotcar_dot_v1_dot_adapter__service__pb2.PrefetchAdaptersRequest.SerializeToString,
+                response_deserializer=slotcar_dot_v1_dot_adapter__service__pb2.PrefetchAdaptersResponse.FromString,
                 _registered_method=True)
         self.GetCapacity = channel.unary_unary(
                 '/slotcar.v1.AdapterService/GetCapacity',
@@ -153,8 +163,25 @@ class AdapterServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListDesired(self, request, context):
+        """Lists what the file of --adapters declares, and how far each entry is; from one consistent snapshot.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def EstimateAdapter(self, request, context):
         """Reads and verifies an adapter as LoadAdapter does and says what it would take. Has no effect.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PrefetchAdapters(self, request, context):
+        """Brings adapters nearer before they are asked for, each as far as that costs nobody anything: it takes free slots
+        and those of adapters that nobody pins, keeps, reserved, or used since the call came, and no slot that a waiting
+        SetMapping could have. One that gets no further is no error: the answer says where each is. Returns at the end, and
+        goes on when the caller goes away.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -227,10 +254,20 @@ def add_AdapterServiceServicer_to_server(servicer, server):
                     request_deserializer=slotcar_dot_v1_dot_adapter__service__pb2.ListAdaptersRequest.FromString,
                     response_serializer=slotcar_dot_v1_dot_adapter__service__pb2.ListAdaptersResponse.SerializeToString,
             ),
+            'ListDesired': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListDesired,
+                    request_deserializer=slotcar_dot_v1_dot_adapter__service__pb2.ListDesiredRequest.FromString,
+                    response_serializer=slotcar_dot_v1_dot_adapter__service__pb2.ListDesiredResponse.SerializeToString,
+            ),
             'EstimateAdapter': grpc.unary_unary_rpc_method_handler(
                     servicer.EstimateAdapter,
                     request_deserializer=slotcar_dot_v1_dot_adapter__service__pb2.EstimateAdapterRequest.FromString,
                     response_serializer=slotcar_dot_v1_dot_adapter__service__pb2.EstimateAdapterResponse.SerializeToString,
+            ),
+            'PrefetchAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.PrefetchAdapters,
+                    request_deserializer=slotcar_dot_v1_dot_adapter__service__pb2.PrefetchAdaptersRequest.FromString,
+                    response_serializer=slotcar_dot_v1_dot_adapter__service__pb2.PrefetchAdaptersResponse.SerializeToString,
             ),
             'GetCapacity': grpc.unary_unary_rpc_method_handler(
                     servicer.GetCapacity,
@@ -454,6 +491,33 @@ class AdapterService(object):
             _registered_method=True)
 
     @staticmethod
+    def ListDesired(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slotcar.v1.AdapterService/ListDesired',
+            slotcar_dot_v1_dot_adapter__service__pb2.ListDesiredRequest.SerializeToString,
+            slotcar_dot_v1_dot_adapter__service__pb2.ListDesiredResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def EstimateAdapter(request,
             target,
             options=(),
@@ -470,6 +534,33 @@ class AdapterService(object):
             '/slotcar.v1.AdapterService/EstimateAdapter',
             slotcar_dot_v1_dot_adapter__service__pb2.EstimateAdapterRequest.SerializeToString,
             slotcar_dot_v1_dot_adapter__service__pb2.EstimateAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PrefetchAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slotcar.v1.AdapterService/PrefetchAdapters',
+            slotcar_dot_v1_dot_adapter__service__pb2.PrefetchAdaptersRequest.SerializeToString,
+            slotcar_dot_v1_dot_adapter__service__pb2.PrefetchAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -52,8 +52,16 @@ class AdapterServiceStub:
     """Describes one adapter, with its sites. "name@sha256:…" also finds a digest that drains."""
     ListAdapters: _grpc.UnaryUnaryMultiCallable[_adapter_service_pb2.ListAdaptersRequest, _adapter_service_pb2.ListAdaptersResponse]
     """Lists the adapters by name, from one consistent snapshot."""
+    ListDesired: _grpc.UnaryUnaryMultiCallable[_adapter_service_pb2.ListDesiredRequest, _adapter_service_pb2.ListDesiredResponse]
+    """Lists what the file of --adapters declares, and how far each entry is; from one consistent snapshot."""
     EstimateAdapter: _grpc.UnaryUnaryMultiCallable[_adapter_service_pb2.EstimateAdapterRequest, _adapter_service_pb2.EstimateAdapterResponse]
     """Reads and verifies an adapter as LoadAdapter does and says what it would take. Has no effect."""
+    PrefetchAdapters: _grpc.UnaryUnaryMultiCallable[_adapter_service_pb2.PrefetchAdaptersRequest, _adapter_service_pb2.PrefetchAdaptersResponse]
+    """Brings adapters nearer before they are asked for, each as far as that costs nobody anything: it takes free slots
+    and those of adapters that nobody pins, keeps, reserved, or used since the call came, and no slot that a waiting
+    SetMapping could have. One that gets no further is no error: the answer says where each is. Returns at the end, and
+    goes on when the caller goes away.
+    """
     GetCapacity: _grpc.UnaryUnaryMultiCallable[_adapter_service_pb2.GetCapacityRequest, _adapter_service_pb2.GetCapacityResponse]
     """Says how full each tier is and what is promised to whom."""
     ListSessions: _grpc.UnaryUnaryMultiCallable[_adapter_service_pb2.ListSessionsRequest, _adapter_service_pb2.ListSessionsResponse]
@@ -89,8 +97,16 @@ class AdapterServiceAsyncStub(AdapterServiceStub):
     """Describes one adapter, with its sites. "name@sha256:…" also finds a digest that drains."""
     ListAdapters: _aio.UnaryUnaryMultiCallable[_adapter_service_pb2.ListAdaptersRequest, _adapter_service_pb2.ListAdaptersResponse]  # type: ignore[assignment]
     """Lists the adapters by name, from one consistent snapshot."""
+    ListDesired: _aio.UnaryUnaryMultiCallable[_adapter_service_pb2.ListDesiredRequest, _adapter_service_pb2.ListDesiredResponse]  # type: ignore[assignment]
+    """Lists what the file of --adapters declares, and how far each entry is; from one consistent snapshot."""
     EstimateAdapter: _aio.UnaryUnaryMultiCallable[_adapter_service_pb2.EstimateAdapterRequest, _adapter_service_pb2.EstimateAdapterResponse]  # type: ignore[assignment]
     """Reads and verifies an adapter as LoadAdapter does and says what it would take. Has no effect."""
+    PrefetchAdapters: _aio.UnaryUnaryMultiCallable[_adapter_service_pb2.PrefetchAdaptersRequest, _adapter_service_pb2.PrefetchAdaptersResponse]  # type: ignore[assignment]
+    """Brings adapters nearer before they are asked for, each as far as that costs nobody anything: it takes free slots
+    and those of adapters that nobody pins, keeps, reserved, or used since the call came, and no slot that a waiting
+    SetMapping could have. One that gets no further is no error: the answer says where each is. Returns at the end, and
+    goes on when the caller goes away.
+    """
     GetCapacity: _aio.UnaryUnaryMultiCallable[_adapter_service_pb2.GetCapacityRequest, _adapter_service_pb2.GetCapacityResponse]  # type: ignore[assignment]
     """Says how full each tier is and what is promised to whom."""
     ListSessions: _aio.UnaryUnaryMultiCallable[_adapter_service_pb2.ListSessionsRequest, _adapter_service_pb2.ListSessionsResponse]  # type: ignore[assignment]
@@ -167,12 +183,32 @@ class AdapterServiceServicer(metaclass=_abc_1.ABCMeta):
         """Lists the adapters by name, from one consistent snapshot."""
 
     @_abc_1.abstractmethod
+    def ListDesired(
+        self,
+        request: _adapter_service_pb2.ListDesiredRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_adapter_service_pb2.ListDesiredResponse, _abc.Awaitable[_adapter_service_pb2.ListDesiredResponse]]:
+        """Lists what the file of --adapters declares, and how far each entry is; from one consistent snapshot."""
+
+    @_abc_1.abstractmethod
     def EstimateAdapter(
         self,
         request: _adapter_service_pb2.EstimateAdapterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_adapter_service_pb2.EstimateAdapterResponse, _abc.Awaitable[_adapter_service_pb2.EstimateAdapterResponse]]:
         """Reads and verifies an adapter as LoadAdapter does and says what it would take. Has no effect."""
+
+    @_abc_1.abstractmethod
+    def PrefetchAdapters(
+        self,
+        request: _adapter_service_pb2.PrefetchAdaptersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_adapter_service_pb2.PrefetchAdaptersResponse, _abc.Awaitable[_adapter_service_pb2.PrefetchAdaptersResponse]]:
+        """Brings adapters nearer before they are asked for, each as far as that costs nobody anything: it takes free slots
+        and those of adapters that nobody pins, keeps, reserved, or used since the call came, and no slot that a waiting
+        SetMapping could have. One that gets no further is no error: the answer says where each is. Returns at the end, and
+        goes on when the caller goes away.
+        """
 
     @_abc_1.abstractmethod
     def GetCapacity(

@@ -35,9 +35,9 @@ class _ForwardModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ForwardMo
     FORWARD_MODE_UNSPECIFIED: _ForwardMode.ValueType  # 0
     """Read as FORWARD_MODE_DELTA."""
     FORWARD_MODE_DELTA: _ForwardMode.ValueType  # 1
-    """scale · (x Aᵀ) Bᵀ; zeros in the rows of the base model."""
+    """The delta: scale · (x Aᵀ) Bᵀ, and what DoRA and biases add to it; zeros in the rows of the base model."""
     FORWARD_MODE_ADD: _ForwardMode.ValueType  # 2
-    """base + scale · (x Aᵀ) Bᵀ; the bits of `base` in the rows of the base model."""
+    """base + delta; the bits of `base` in the rows of the base model."""
 
 class ForwardMode(_ForwardMode, metaclass=_ForwardModeEnumTypeWrapper):
     """What a Forward writes."""
@@ -45,9 +45,9 @@ class ForwardMode(_ForwardMode, metaclass=_ForwardModeEnumTypeWrapper):
 FORWARD_MODE_UNSPECIFIED: ForwardMode.ValueType  # 0
 """Read as FORWARD_MODE_DELTA."""
 FORWARD_MODE_DELTA: ForwardMode.ValueType  # 1
-"""scale · (x Aᵀ) Bᵀ; zeros in the rows of the base model."""
+"""The delta: scale · (x Aᵀ) Bᵀ, and what DoRA and biases add to it; zeros in the rows of the base model."""
 FORWARD_MODE_ADD: ForwardMode.ValueType  # 2
-"""base + scale · (x Aᵀ) Bᵀ; the bits of `base` in the rows of the base model."""
+"""base + delta; the bits of `base` in the rows of the base model."""
 Global___ForwardMode: _TypeAlias = ForwardMode  # noqa: Y015
 
 @_typing.final
@@ -599,19 +599,23 @@ class ResolvedEntry(_message.Message):
 
     DIGEST_FIELD_NUMBER: _builtins.int
     SLOT_FIELD_NUMBER: _builtins.int
+    NEEDS_BASE_FIELD_NUMBER: _builtins.int
     digest: _builtins.str
     """The adapter's digest; empty for the base model."""
     slot: _builtins.int
     """The adapter's slot; absent for the base model."""
+    needs_base: _builtins.bool
+    """Some of its sites need the base model's output: see Adapter.sites_needing_base."""
     def __init__(
         self,
         *,
         digest: _builtins.str = ...,
         slot: _builtins.int | None = ...,
+        needs_base: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_slot", b"_slot", "slot", b"slot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_slot", b"_slot", "digest", b"digest", "slot", b"slot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_slot", b"_slot", "digest", b"digest", "needs_base", b"needs_base", "slot", b"slot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__slot: _TypeAlias = _typing.Literal["slot"]  # noqa: Y015
     _WhichOneofArgType__slot: _TypeAlias = _typing.Literal["_slot", b"_slot"]  # noqa: Y015
@@ -759,17 +763,31 @@ class ForwardItem(_message.Message):
     X_FIELD_NUMBER: _builtins.int
     BASE_FIELD_NUMBER: _builtins.int
     MODE_FIELD_NUMBER: _builtins.int
+    AUX_FIELD_NUMBER: _builtins.int
+    OUT_DTYPE_FIELD_NUMBER: _builtins.int
     site: _builtins.str
     """The site's name."""
     mode: Global___ForwardMode.ValueType
     """What to write."""
+    out_dtype: _tensor_pb2.Dtype.ValueType
+    """Element type of the output, which an embedding needs in mode DELTA. Elsewhere it is that of x or base; unspecified,
+    or the same.
+    """
     @_builtins.property
     def x(self) -> _tensor_pb2.TensorRef:
-        """The input, [rows, in_features]. Absent: the x of the item before, for sites that share an input."""
+        """The input, [rows, the rank's in_features]. Absent: the x of the item before, for sites that share an input; at an
+        embedding always.
+        """
 
     @_builtins.property
     def base(self) -> _tensor_pb2.TensorRef:
-        """The base model's output, [rows, out_features], with the dtype of x; for FORWARD_MODE_ADD only."""
+        """The base model's output, [rows, the rank's out_features], with the dtype of x; for FORWARD_MODE_ADD only."""
+
+    @_builtins.property
+    def aux(self) -> _tensor_pb2.TensorRef:
+        """At an embedding the id of each row's token, at experts the expert of each row: DTYPE_INT32, [rows, 1]. At a linear
+        site in mode DELTA the base model's output, like `base`, which some adapters need: Adapter.sites_needing_base.
+        """
 
     def __init__(
         self,
@@ -778,10 +796,12 @@ class ForwardItem(_message.Message):
         x: _tensor_pb2.TensorRef | None = ...,
         base: _tensor_pb2.TensorRef | None = ...,
         mode: Global___ForwardMode.ValueType = ...,
+        aux: _tensor_pb2.TensorRef | None = ...,
+        out_dtype: _tensor_pb2.Dtype.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "x", b"x"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["aux", b"aux", "base", b"base", "x", b"x"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "mode", b"mode", "site", b"site", "x", b"x"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aux", b"aux", "base", b"base", "mode", b"mode", "out_dtype", b"out_dtype", "site", b"site", "x", b"x"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -806,7 +826,7 @@ class ForwardRequest(_message.Message):
     generation: _builtins.int
     """What SetMapping returned for it."""
     rank: _builtins.int
-    """The rank that computes, below the session's number of ranks."""
+    """The rank that computes, below the session's number of ranks, and below the model's where sites are sharded."""
     @_builtins.property
     def row_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """How many rows each entry of the mapping has; their sum is the rows of every tensor."""
@@ -879,7 +899,7 @@ class ForwardResponse(_message.Message):
 
     @_builtins.property
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[_tensor_pb2.TensorRef]:
-        """One output per item, [rows, out_features], with the dtype of x."""
+        """One output per item, [rows, the rank's out_features], with the dtype of x."""
 
     @_builtins.property
     def timing(self) -> Global___ForwardTiming:

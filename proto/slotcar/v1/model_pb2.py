@@ -25,17 +25,23 @@ _sym_db = _symbol_database.Default()
 from slotcar.v1 import tensor_pb2 as slotcar_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16slotcar/v1/model.proto\x12\nslotcar.v1\x1a\x17slotcar/v1/tensor.proto\"c\n\x04Site\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bin_features\x18\x02 \x01(\r\x12\x14\n\x0cout_features\x18\x03 \x01(\r\x12\"\n\x04kind\x18\x04 \x01(\x0e\x32\x14.slotcar.v1.SiteKind\"|\n\tModelSpec\x12\x1f\n\x05sites\x18\x01 \x03(\x0b\x32\x10.slotcar.v1.Site\x12 \n\x05\x64type\x18\x02 \x01(\x0e\x32\x11.slotcar.v1.Dtype\x12\x17\n\x0ftensor_parallel\x18\x03 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t*;\n\x08SiteKind\x12\x19\n\x15SITE_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10SITE_KIND_LINEAR\x10\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16slotcar/v1/model.proto\x12\nslotcar.v1\x1a\x17slotcar/v1/tensor.proto\">\n\x08SitePart\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0cout_features\x18\x02 \x01(\r\x12\x0e\n\x06\x63opies\x18\x03 \x01(\r\"\xbb\x01\n\x04Site\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bin_features\x18\x02 \x01(\r\x12\x14\n\x0cout_features\x18\x03 \x01(\r\x12\"\n\x04kind\x18\x04 \x01(\x0e\x32\x14.slotcar.v1.SiteKind\x12#\n\x05parts\x18\x05 \x03(\x0b\x32\x14.slotcar.v1.SitePart\x12\x0f\n\x07\x65xperts\x18\x06 \x01(\r\x12 \n\x05shard\x18\x07 \x01(\x0e\x32\x11.slotcar.v1.Shard\"6\n\x06Rename\x12\x16\n\x0e\x61\x64\x61pter_prefix\x18\x01 \x01(\t\x12\x14\n\x0cmodel_prefix\x18\x02 \x01(\t\"\xa1\x01\n\tModelSpec\x12\x1f\n\x05sites\x18\x01 \x03(\x0b\x32\x10.slotcar.v1.Site\x12 \n\x05\x64type\x18\x02 \x01(\x0e\x32\x11.slotcar.v1.Dtype\x12\x17\n\x0ftensor_parallel\x18\x03 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\x12#\n\x07renames\x18\x05 \x03(\x0b\x32\x12.slotcar.v1.Rename*k\n\x08SiteKind\x12\x19\n\x15SITE_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10SITE_KIND_LINEAR\x10\x01\x12\x17\n\x13SITE_KIND_EMBEDDING\x10\x02\x12\x15\n\x11SITE_KIND_EXPERTS\x10\x03*O\n\x05Shard\x12\x15\n\x11SHARD_UNSPECIFIED\x10\x00\x12\x0e\n\nSHARD_NONE\x10\x01\x12\x10\n\x0cSHARD_COLUMN\x10\x02\x12\r\n\tSHARD_ROW\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'slotcar.v1.model_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SITEKIND']._serialized_start=290
-  _globals['_SITEKIND']._serialized_end=349
-  _globals['_SITE']._serialized_start=63
-  _globals['_SITE']._serialized_end=162
-  _globals['_MODELSPEC']._serialized_start=164
-  _globals['_MODELSPEC']._serialized_end=288
+  _globals['_SITEKIND']._serialized_start=537
+  _globals['_SITEKIND']._serialized_end=644
+  _globals['_SHARD']._serialized_start=646
+  _globals['_SHARD']._serialized_end=725
+  _globals['_SITEPART']._serialized_start=63
+  _globals['_SITEPART']._serialized_end=125
+  _globals['_SITE']._serialized_start=128
+  _globals['_SITE']._serialized_end=315
+  _globals['_RENAME']._serialized_start=317
+  _globals['_RENAME']._serialized_end=371
+  _globals['_MODELSPEC']._serialized_start=374
+  _globals['_MODELSPEC']._serialized_end=535
 # @@protoc_insertion_point(module_scope)

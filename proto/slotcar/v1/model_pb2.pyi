@@ -30,6 +30,10 @@ class _SiteKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SiteKind.Val
     """Read as SITE_KIND_LINEAR."""
     SITE_KIND_LINEAR: _SiteKind.ValueType  # 1
     """y += scale · (x Aᵀ) Bᵀ."""
+    SITE_KIND_EMBEDDING: _SiteKind.ValueType  # 2
+    """y += scale · A[:, id]ᵀ Bᵀ, with a token's id in place of x."""
+    SITE_KIND_EXPERTS: _SiteKind.ValueType  # 3
+    """y += scale · (x A_eᵀ) B_eᵀ, with the expert e of each row."""
 
 class SiteKind(_SiteKind, metaclass=_SiteKindEnumTypeWrapper):
     """How a site applies a LoRA."""
@@ -38,7 +42,71 @@ SITE_KIND_UNSPECIFIED: SiteKind.ValueType  # 0
 """Read as SITE_KIND_LINEAR."""
 SITE_KIND_LINEAR: SiteKind.ValueType  # 1
 """y += scale · (x Aᵀ) Bᵀ."""
+SITE_KIND_EMBEDDING: SiteKind.ValueType  # 2
+"""y += scale · A[:, id]ᵀ Bᵀ, with a token's id in place of x."""
+SITE_KIND_EXPERTS: SiteKind.ValueType  # 3
+"""y += scale · (x A_eᵀ) B_eᵀ, with the expert e of each row."""
 Global___SiteKind: _TypeAlias = SiteKind  # noqa: Y015
+
+class _Shard:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ShardEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Shard.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SHARD_UNSPECIFIED: _Shard.ValueType  # 0
+    """Read as SHARD_NONE."""
+    SHARD_NONE: _Shard.ValueType  # 1
+    """Every rank has all of it."""
+    SHARD_COLUMN: _Shard.ValueType  # 2
+    """Each rank has some of the output, in the order of the ranks."""
+    SHARD_ROW: _Shard.ValueType  # 3
+    """Each rank has some of the input, in the order of the ranks, and the engine sums their outputs."""
+
+class Shard(_Shard, metaclass=_ShardEnumTypeWrapper):
+    """How the ranks of an engine share a site."""
+
+SHARD_UNSPECIFIED: Shard.ValueType  # 0
+"""Read as SHARD_NONE."""
+SHARD_NONE: Shard.ValueType  # 1
+"""Every rank has all of it."""
+SHARD_COLUMN: Shard.ValueType  # 2
+"""Each rank has some of the output, in the order of the ranks."""
+SHARD_ROW: Shard.ValueType  # 3
+"""Each rank has some of the input, in the order of the ranks, and the engine sums their outputs."""
+Global___Shard: _TypeAlias = Shard  # noqa: Y015
+
+@_typing.final
+class SitePart(_message.Message):
+    """A module that the model packs with others along the output of a site."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    OUT_FEATURES_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """The path of the module in the model's terms; for experts with a `*` in the place of the expert's number, or without
+    where one module has all of them.
+    """
+    out_features: _builtins.int
+    """Width of its output, in elements, of all ranks together."""
+    copies: _builtins.int
+    """How many neighbouring ranks have the same shard of it; 0 is read as 1."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        out_features: _builtins.int = ...,
+        copies: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "name", b"name", "out_features", b"out_features"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SitePart: _TypeAlias = SitePart  # noqa: Y015
 
 @_typing.final
 class Site(_message.Message):
@@ -50,14 +118,25 @@ class Site(_message.Message):
     IN_FEATURES_FIELD_NUMBER: _builtins.int
     OUT_FEATURES_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    EXPERTS_FIELD_NUMBER: _builtins.int
+    SHARD_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The module's path, such as "model.layers.3.self_attn.q_proj"."""
     in_features: _builtins.int
-    """Width of the input, in elements."""
+    """Width of the input, in elements, of all ranks together; of an embedding the number of tokens."""
     out_features: _builtins.int
-    """Width of the output, in elements."""
+    """Width of the output, in elements, of all ranks together."""
     kind: Global___SiteKind.ValueType
     """How the LoRA applies."""
+    experts: _builtins.int
+    """How many experts of this shape there are; for SITE_KIND_EXPERTS only."""
+    shard: Global___Shard.ValueType
+    """How ranks share it."""
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___SitePart]:
+        """What is packed along the output, in its order. Empty: the one module that is named as the site."""
+
     def __init__(
         self,
         *,
@@ -65,14 +144,43 @@ class Site(_message.Message):
         in_features: _builtins.int = ...,
         out_features: _builtins.int = ...,
         kind: Global___SiteKind.ValueType = ...,
+        parts: _abc.Iterable[Global___SitePart] | None = ...,
+        experts: _builtins.int = ...,
+        shard: Global___Shard.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_features", b"in_features", "kind", b"kind", "name", b"name", "out_features", b"out_features"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["experts", b"experts", "in_features", b"in_features", "kind", b"kind", "name", b"name", "out_features", b"out_features", "parts", b"parts", "shard", b"shard"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Site: _TypeAlias = Site  # noqa: Y015
+
+@_typing.final
+class Rename(_message.Message):
+    """A name map for adapters whose modules have other names than the model's. Prefixes are whole components of a path."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTER_PREFIX_FIELD_NUMBER: _builtins.int
+    MODEL_PREFIX_FIELD_NUMBER: _builtins.int
+    adapter_prefix: _builtins.str
+    """What the name in an adapter begins with, such as "model.language_model"; empty: any."""
+    model_prefix: _builtins.str
+    """What the name in the model begins with in its place; empty: nothing."""
+    def __init__(
+        self,
+        *,
+        adapter_prefix: _builtins.str = ...,
+        model_prefix: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_prefix", b"adapter_prefix", "model_prefix", b"model_prefix"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Rename: _TypeAlias = Rename  # noqa: Y015
 
 @_typing.final
 class ModelSpec(_message.Message):
@@ -84,6 +192,7 @@ class ModelSpec(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     TENSOR_PARALLEL_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    RENAMES_FIELD_NUMBER: _builtins.int
     dtype: _tensor_pb2.Dtype.ValueType
     """The base model's dtype. Unspecified: not compared."""
     tensor_parallel: _builtins.int
@@ -94,6 +203,10 @@ class ModelSpec(_message.Message):
     def sites(self) -> _containers.RepeatedCompositeFieldContainer[Global___Site]:
         """Every site that an engine computes, in any order, without repeats."""
 
+    @_builtins.property
+    def renames(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rename]:
+        """The first one that a module's name begins with is used."""
+
     def __init__(
         self,
         *,
@@ -101,10 +214,11 @@ class ModelSpec(_message.Message):
         dtype: _tensor_pb2.Dtype.ValueType = ...,
         tensor_parallel: _builtins.int = ...,
         fingerprint: _builtins.str = ...,
+        renames: _abc.Iterable[Global___Rename] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "fingerprint", b"fingerprint", "sites", b"sites", "tensor_parallel", b"tensor_parallel"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "fingerprint", b"fingerprint", "renames", b"renames", "sites", b"sites", "tensor_parallel", b"tensor_parallel"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

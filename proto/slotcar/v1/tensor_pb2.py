@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17slotcar/v1/tensor.proto\x12\nslotcar.v1\"}\n\tTensorRef\x12 \n\x05\x64type\x18\x01 \x01(\x0e\x32\x11.slotcar.v1.Dtype\x12\x0c\n\x04rows\x18\x02 \x01(\x04\x12\x0f\n\x07\x63olumns\x18\x03 \x01(\x04\x12\x12\n\nrow_stride\x18\x04 \x01(\x04\x12\x10\n\x06inline\x18\x05 \x01(\x0cH\x00\x42\t\n\x07storage*X\n\x05\x44type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x11\n\rDTYPE_FLOAT16\x10\x02\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17slotcar/v1/tensor.proto\x12\nslotcar.v1\"}\n\tTensorRef\x12 \n\x05\x64type\x18\x01 \x01(\x0e\x32\x11.slotcar.v1.Dtype\x12\x0c\n\x04rows\x18\x02 \x01(\x04\x12\x0f\n\x07\x63olumns\x18\x03 \x01(\x04\x12\x12\n\nrow_stride\x18\x04 \x01(\x04\x12\x10\n\x06inline\x18\x05 \x01(\x0cH\x00\x42\t\n\x07storage*i\n\x05\x44type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x11\n\rDTYPE_FLOAT16\x10\x02\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x03\x12\x0f\n\x0b\x44TYPE_INT32\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,7 +32,7 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'slotcar.v1.tensor_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DTYPE']._serialized_start=166
-  _globals['_DTYPE']._serialized_end=254
+  _globals['_DTYPE']._serialized_end=271
   _globals['_TENSORREF']._serialized_start=39
   _globals['_TENSORREF']._serialized_end=164
 # @@protoc_insertion_point(module_scope)

@@ -31,6 +31,8 @@ class _DtypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Dtype.ValueType
     """IEEE 754 binary16."""
     DTYPE_BFLOAT16: _Dtype.ValueType  # 3
     """bfloat16."""
+    DTYPE_INT32: _Dtype.ValueType  # 4
+    """Signed integers of 32 bits: ids of tokens, numbers of experts."""
 
 class Dtype(_Dtype, metaclass=_DtypeEnumTypeWrapper):
     """Element type of a tensor; little endian."""
@@ -43,6 +45,8 @@ DTYPE_FLOAT16: Dtype.ValueType  # 2
 """IEEE 754 binary16."""
 DTYPE_BFLOAT16: Dtype.ValueType  # 3
 """bfloat16."""
+DTYPE_INT32: Dtype.ValueType  # 4
+"""Signed integers of 32 bits: ids of tokens, numbers of experts."""
 Global___Dtype: _TypeAlias = Dtype  # noqa: Y015
 
 @_typing.final

@@ -44,7 +44,8 @@ class Forwards:
         start, reason = state.now(), "INTERNAL"
         self.in_flight += 1
         try:
-            computed = await self._forward(call)
+            with state.waits.forward():
+                computed = await self._forward(call)
             reason = "OK"
             return computed
         except SlotcarError as error:
@@ -72,8 +73,8 @@ class Forwards:
         with state.marks.reading(mapping.slots):
             mapping.check_current(state.layout)
             self._mappings.used(session, mapping)
-            state.residency.slots.touch(mapping.slots)
-            batch = state.device.prepare(rows, call.items)
+            state.residency.slots.uses.touch(mapping.slots)
+            batch = state.device.prepare(rows, call.items, call.rank)
             prepared = state.now()
             outputs = await state.run(state.environment.compute_pool, state.device.execute, batch)
             mapping.check_current(state.layout)

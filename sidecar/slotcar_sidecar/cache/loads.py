@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
+from slotcar_sidecar.cache.reads import Reads
 from slotcar_sidecar.cache.state import State
 from slotcar_sidecar.core.calls import Estimate, LoadCall, Loaded
 from slotcar_sidecar.core.errors import CapacityExceeded, ModelUnknown, ShuttingDown, SlotcarError
@@ -20,7 +21,6 @@ from slotcar_sidecar.core.residency import Binding
 from slotcar_sidecar.core.slots import Claim, Demand
 from slotcar_sidecar.core.tensor import ITEM_BYTES
 
-_MAX_LOADING = 4
 _MAX_UPLOADS = 4
 _MAX_UNDER_WAY = 1024
 
@@ -31,8 +31,7 @@ class Loads:
     def __init__(self, state: State) -> None:
         self._state = state
         self._fills: dict[Digest, asyncio.Task[None]] = {}
-        # Weights that are read and not yet in the host tier are outside its bound: only so many at a time.
-        self._loading = asyncio.Semaphore(_MAX_LOADING)
+        self._reads = Reads(state)
         self._under_way = 0
         self._uploads: set[Upload] = set()
         self._loaded_uploads: set[Upload] = set()
@@ -54,6 +53,7 @@ class Loads:
 
     async def load(self, call: LoadCall) -> Loaded:
         """Makes an adapter resident under a name. The load goes on when the caller goes away."""
+        self._state.waits.for_load()
         if self._state.shutting_down:
             raise ShuttingDown
         if self._under_way >= _MAX_UNDER_WAY:
@@ -69,10 +69,18 @@ class Loads:
     async def _load(self, call: LoadCall, hold_token: object | None) -> Loaded:
         state = self._state
         try:
+            state.check_target(on_disk=call.on_disk)
             if call.hold is not None:
                 state.check_hold(call.hold.owner)
-            async with self._loading:
-                return await self._place(call, hold_token, *await self._find_weights(call))
+            async with self._reads.of_call(call) as (weights, source):
+                loaded = await self._place(call, hold_token, weights, source)
+                saved = self.save(weights)
+            if call.upload is not None or call.on_disk:
+                # The answer says that it is on disk, if that takes it: nobody could read an upload again.
+                await saved
+            if call.on_disk:
+                self.leave_memory(weights.adapter.digest)
+            return loaded
         except SlotcarError as error:
             reason = f"{error.reason}: {error.message}"
             state.events.record(EventKind.REFUSED, state.layout.generation, name=call.ref.name, reason=reason)
@@ -84,24 +92,13 @@ class Loads:
                 self._loaded_uploads.discard(call.upload)
                 self._uploads.discard(call.upload)
 
-    async def _find_weights(self, call: LoadCall) -> tuple[HostAdapter, str | None]:
-        """The verified weights, and the caller's source if they were read there; a known digest is not read again."""
-        ref, tiers = call.ref, self._state.tiers
-        if call.upload is not None:
-            return await tiers.from_upload(call.upload, ref.digest), None
-        if call.source is not None:
-            uri = await tiers.canonical(call.source)
-            known = tiers.from_host(ref.digest) if ref.digest is not None else None
-            return (known, None) if known else (await tiers.from_source(uri, ref.digest), uri)
-        return await self._bytes_of(ref), None
-
     async def _place(
         self, call: LoadCall, hold_token: object | None, weights: HostAdapter, source: str | None
     ) -> Loaded:
         state, residency = self._state, self._state.residency
         adapter, name = weights.adapter, call.ref.name
         binding = Binding(name, call.on_conflict, call.keep, source, call.in_slot)
-        await self._check(weights)
+        warnings = await self._check(weights)
         residency.check_binding(adapter, binding)
         claim = Claim(self._party(call, adapter.digest), bytes=not adapter.source or call.hold is not None)
         # What the name has now stays, too, until the name has moved: a replace is served all the time.
@@ -109,7 +106,7 @@ class Loads:
         for digest in claimed:
             residency.claim(digest, claim)
         try:
-            state.tiers.host.put(weights, residency.held_digests())
+            state.tiers.host.put(weights, state.held_digests())
             if call.in_slot:
                 already_resident = await self.make_resident(weights, name, claim)
             else:
@@ -124,7 +121,8 @@ class Loads:
             for digest in claimed:
                 residency.unclaim(digest, claim)
             state.publish()
-        return Loaded(residency.describe(AdapterRef(name)), state.model, state.layout, already_resident, hold)
+        resident = residency.describe(AdapterRef(name))
+        return Loaded(resident, state.model, state.layout, already_resident, hold, warnings)
 
     def _party(self, call: LoadCall, digest: Digest) -> Party:
         """For whom the slot is: the session that will hold it in its reservation, or anybody."""
@@ -133,25 +131,39 @@ class Loads:
             return hold.owner.session
         return None
 
-    async def _check(self, weights: HostAdapter) -> None:
-        """Whether it can be computed is known before anything is evicted. Raises AdapterInvalid."""
-        if self._state.model is not None:
-            await self._state.run(self._state.environment.load_pool, self._state.device.check, weights)
+    async def _check(self, weights: HostAdapter) -> tuple[str, ...]:
+        """Whether it can be computed is known before anything is evicted; what it loses is for people to know.
+
+        Raises AdapterInvalid.
+        """
+        if self._state.model is None:
+            return ()
+        return await self._state.run(self._state.environment.load_pool, self._state.device.check, weights)
 
     # Steps for whoever needs bytes or slots
 
-    async def bytes_of(self, ref: AdapterRef) -> HostAdapter:
-        """The verified bytes of a known digest, in memory from now on as long as it is claimed, and sure to fit."""
-        async with self._loading:
-            weights = await self._bytes_of(ref)
+    async def bytes_of(self, ref: AdapterRef, beside: Collection[Digest] = ()) -> HostAdapter:
+        """The verified bytes of a known digest, in memory from now on as long as it is claimed, and sure to fit.
+
+        Nothing of `beside` is dropped for it.
+        """
+        self._state.waits.for_load()
+        async with self._reads.of_ref(ref) as weights:
             await self._check(weights)
-            self._state.tiers.host.put(weights, self._state.residency.held_digests())
+            self._state.tiers.host.put(weights, self._state.held_digests().union(beside))
+            self.save(weights)
         return weights
 
-    async def _bytes_of(self, ref: AdapterRef) -> HostAdapter:
-        tiers, names = self._state.tiers, self._state.residency.names
-        digest = ref.digest or names.digest_of(ref)
-        return tiers.from_host(digest) or await tiers.from_source(names.source_of(ref), digest)
+    def leave_memory(self, digest: Digest) -> None:
+        """What is on disk need not be in memory, unless somebody holds it there."""
+        tiers = self._state.tiers
+        if digest in tiers.disk and digest not in self._state.held_digests():
+            tiers.host.drop(digest)
+
+    def save(self, weights: HostAdapter) -> asyncio.Future[None]:
+        """Begins to store on disk what has a name now; loads do not wait for that."""
+        only = self._state.residency.names.is_without_source(weights.adapter.digest)
+        return self._state.tiers.save(weights, only=only)
 
     async def make_resident(self, weights: HostAdapter, name: AdapterName, claim: Claim) -> bool:
         """Fills a slot unless one has the digest; says whether one had. Raises SlotsExhausted or ModelUnknown."""
@@ -169,15 +181,16 @@ class Loads:
             await self.filled(digest)
         return resident
 
-    def begin(self, weights: HostAdapter, name: AdapterName) -> None:
-        """Takes a slot, for which there is room, and begins to fill it."""
+    def begin(self, weights: HostAdapter, name: AdapterName, idle_since: int | None = None) -> None:
+        """Takes a slot, for which there is room, and begins to fill it; see Slots.take."""
         digest = weights.adapter.digest
-        slot = self._state.residency.begin_fill(digest, name)
+        slot = self._state.residency.begin_fill(digest, name, idle_since)
         self._state.publish()
         self._fills[digest] = asyncio.create_task(self._fill(slot, weights))
 
     async def filled(self, digest: Digest) -> None:
         """Waits for the fill of a digest, if there is one. Raises what it raised."""
+        self._state.waits.for_load()
         if digest in self._fills:
             await asyncio.shield(self._fills[digest])
 
@@ -205,8 +218,7 @@ class Loads:
     async def estimate(self, source: str) -> Estimate:
         """What a load of `source` would take, or why it would be refused. Raises what reading it raises."""
         state = self._state
-        async with self._loading:
-            weights = await state.tiers.from_source(await state.tiers.canonical(source), None)
+        async with self._reads.of_source(source) as weights:
             adapter, refusal = weights.adapter, await self._refusal_of(weights)
         item_bytes = ITEM_BYTES[state.device.slot_dtype]
         device_bytes = sum((p.in_features + p.out_features) * p.rank * item_bytes for p in adapter.parts)
@@ -217,7 +229,7 @@ class Loads:
             if self._state.model is None:
                 raise ModelUnknown
             await self._check(weights)
-            self._state.tiers.host.check(weights, self._state.residency.held_digests())
+            self._state.tiers.host.check(weights, self._state.held_digests())
         except SlotcarError as error:
             return error
         return None

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
+from typing import Unpack
 
 from slotcar_sidecar.cache.forwards import Forwards
 from slotcar_sidecar.cache.holds import SessionHolds
+from slotcar_sidecar.cache.journal import JournalWriter
 from slotcar_sidecar.cache.loads import Loads
 from slotcar_sidecar.cache.mappings import Mappings
+from slotcar_sidecar.cache.prefetch import Prefetches
+from slotcar_sidecar.cache.restore import Restore
 from slotcar_sidecar.cache.state import State
 from slotcar_sidecar.cache.threads import Tell, ThreadForwards
 from slotcar_sidecar.core.calls import (
@@ -17,20 +21,23 @@ from slotcar_sidecar.core.calls import (
     Computed,
     Estimate,
     ForwardCall,
-    HostUse,
     LoadCall,
     Loaded,
     MappingCall,
+    PrefetchCall,
+    Prefetched,
+    TierUse,
 )
 from slotcar_sidecar.core.errors import CapacityExceeded, ShuttingDown
-from slotcar_sidecar.core.events import EventKind, EventLog
+from slotcar_sidecar.core.events import EventKind, EventLog, Subject
 from slotcar_sidecar.core.holds import Hold, HoldTerms
 from slotcar_sidecar.core.ids import AdapterRef, SessionId
+from slotcar_sidecar.core.journal import JournalEntry
 from slotcar_sidecar.core.layout import Layout, SlotState
 from slotcar_sidecar.core.mapping import Mapping
 from slotcar_sidecar.core.model import ModelSpec
 from slotcar_sidecar.core.pins import MappingOwner
-from slotcar_sidecar.core.ports import Device, Environment, Limits, Tiers, Upload
+from slotcar_sidecar.core.ports import Device, Environment, Journal, Limits, Tiers, Upload
 from slotcar_sidecar.core.residency import Residency, Unloaded
 from slotcar_sidecar.core.session import Session, Sessions, SessionTerms
 from slotcar_sidecar.core.tensor import ITEM_BYTES
@@ -50,9 +57,12 @@ class AdapterCache:
     ) -> None:
         self._state = State(residency, sessions, tiers, device, environment, limits)
         self._loads = Loads(self._state)
+        self._prefetches = Prefetches(self._state, self._loads)
         self._mappings = Mappings(self._state, self._loads)
         self._holds = SessionHolds(self._state, self._loads)
         self._forwards = Forwards(self._state, self._mappings)
+        self._restore = Restore(self._state, self._loads, ())
+        self._journal: JournalWriter | None = None
         self._threads: set[ThreadForwards] = set()
         self.when_session_ends: list[Callable[[Session], None]] = []
         self.residency = residency
@@ -84,9 +94,14 @@ class AdapterCache:
             return False
         return True
 
+    def tell(self, kind: EventKind, **subject: Unpack[Subject]) -> None:
+        """Records what happened elsewhere in the server, for whoever watches."""
+        self.events.record(kind, self.layout.generation, **subject)
+        self._state.publish()
+
     def capacity(self) -> Capacity:
         """How full each tier is and what is promised to whom."""
-        residency, host, held = self.residency, self.tiers.host, self.residency.held_digests()
+        residency, host, disk, held = self.residency, self.tiers.host, self.tiers.disk, self._state.held_digests()
         return Capacity(
             slots={state: len(self.layout.in_state(state)) for state in SlotState},
             pinned=len(residency.pins.pinned()),
@@ -94,11 +109,35 @@ class AdapterCache:
             reserved=residency.slots.reserved_slots,
             keeps=len(residency.names.kept),
             slot_bytes=self.device.slot_bytes(),
-            host=HostUse(host.used_bytes, host.capacity_bytes, host.bytes_of(held)),
+            host=TierUse(host.used_bytes, host.capacity_bytes, host.bytes_of(held)),
+            disk=TierUse(disk.used_bytes, disk.capacity_bytes, disk.retained_bytes),
             adapters=(len(residency.names), residency.names.capacity),
             sessions=(len(self.sessions), self.sessions.capacity),
             waiting=self._mappings.waiting,
+            restoring=self._restore.waiting,
+            restore_failures={failure.entry.ref: failure.why for failure in self._restore.failed.values()},
         )
+
+    # What outlives the process
+
+    async def restore(self, entries: Sequence[JournalEntry], journal: Journal) -> None:
+        """Takes the names of a journal back, and writes it from now on.
+
+        Returns once those are there whose bytes the disk tier has; `restored` brings the rest.
+        """
+        self._restore = Restore(self._state, self._loads, entries)
+        self._journal = JournalWriter(self._state, self._restore, journal)
+        await self._restore.name_what_is_on_disk()
+
+    async def restored(self) -> None:
+        """Returns when nothing of the journal is left to try."""
+        await self._restore.run()
+
+    async def flush(self) -> None:
+        """Returns when what is to outlive the process is written, or cannot be."""
+        self.tiers.disk.flush()
+        if self._journal is not None:
+            await self._journal.flush()
 
     # The end
 
@@ -146,11 +185,17 @@ class AdapterCache:
 
     async def load(self, call: LoadCall) -> Loaded:
         """Makes an adapter resident under a name. The load goes on when the caller goes away."""
-        return await self._loads.load(call)
+        loaded = await self._loads.load(call)
+        self._restore.settle(call.ref.name)
+        return loaded
 
     def upload(self, config_bytes: int, weights_bytes: int) -> AbstractContextManager[Upload]:
         """Takes the files of an adapter while the context is open; `load` makes use of them."""
         return self._loads.upload(config_bytes, weights_bytes)
+
+    async def prefetch(self, call: PrefetchCall) -> tuple[Prefetched, ...]:
+        """Brings adapters nearer, each as far as that costs nobody anything. Goes on when the caller goes away."""
+        return await self._prefetches.prefetch(call)
 
     async def estimate(self, source: str) -> Estimate:
         """What a load of `source` would take, or why it would be refused. Raises what reading it raises."""
@@ -158,6 +203,7 @@ class AdapterCache:
 
     def unload(self, ref: AdapterRef, *, force: bool) -> Unloaded:
         """Takes a name away. Never waits."""
+        self._restore.settle(ref.name)
         unloaded = self.residency.unload(ref, force=force)
         self._state.publish()
         return unloaded
@@ -248,6 +294,8 @@ class AdapterCache:
             self.close_session(session.session_id, "grace passed")
         self._mappings.expire()
         self._holds.expire()
+        if self._journal is not None:
+            self._journal.look()
 
     def _record_session(self, kind: EventKind, session: Session, reason: str) -> None:
         self.events.record(kind, self.layout.generation, session=session.session_id, reason=reason)
@@ -297,7 +345,7 @@ class AdapterCache:
         for mapping in tuple(session.mappings.values()):
             if mapping.generation in generations:
                 self._mappings.used(session, mapping)
-                self.residency.slots.touch(mapping.slots)
+                self.residency.slots.uses.touch(mapping.slots)
         self._forwards.last_at = self._state.now()
 
     def running(self, session: Session) -> int:
@@ -330,5 +378,5 @@ class AdapterCache:
             digest = self.layout[slot].digest
             weights = self.tiers.host.get(digest) if digest is not None else None
             assert weights is None or self.device.matches(slot, weights), f"I1: slot {slot}"
-        for digest in self.residency.held_digests():
+        for digest in self._state.held_digests():
             assert digest in self.tiers.host or self.residency.slots.is_claimed(digest), f"{digest} is held"

@@ -8,7 +8,10 @@ from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Executor
 from typing import Any, TypeVar
 
-from slotcar_sidecar.core.events import EventLog
+from slotcar_sidecar.cache.waits import Waits
+from slotcar_sidecar.core.errors import RequestInvalid
+from slotcar_sidecar.core.events import EventKind, EventLog
+from slotcar_sidecar.core.ids import Digest
 from slotcar_sidecar.core.layout import Layout
 from slotcar_sidecar.core.marks import Marks
 from slotcar_sidecar.core.model import ModelSpec
@@ -37,7 +40,9 @@ class State:
         self.tiers = tiers
         self.device = device
         residency.slots.listen(device.publish)
+        tiers.disk.when_fault.append(self._note_fault)
         self.environment = environment
+        self.waits = Waits(environment)
         self.limits = limits
         self.model: ModelSpec | None = None
         self.marks = Marks()
@@ -55,6 +60,11 @@ class State:
     @property
     def events(self) -> EventLog:
         return self.residency.events
+
+    def check_target(self, *, on_disk: bool) -> None:
+        """Raises RequestInvalid for bytes that are to stop on a disk that there is not."""
+        if on_disk and not self.tiers.disk.capacity_bytes:
+            raise RequestInvalid("target_tier", found="TIER_DISK", wanted="another tier, or a server with --disk")
 
     def check_hold(self, owner: HoldOwner) -> None:
         """Raises SessionNotFound, or CapacityExceeded when the session has all the holds that it may have."""
@@ -81,6 +91,15 @@ class State:
         """What is on its way for the owner takes no effect any more."""
         self._pending_holds.pop(owner, None)
 
+    def held_digests(self) -> frozenset[Digest]:
+        """The digests whose bytes may not leave memory."""
+        return self.residency.held_digests(self.tiers.disk.retains)
+
+    def _note_fault(self, digest: Digest | None, what: str) -> None:
+        """The disk tier could not do what it should; everything goes on without it."""
+        self.events.record(EventKind.STORAGE_FAULT, self.layout.generation, digest=digest, reason=what)
+        self.publish()
+
     def now(self) -> float:
         return self.environment.clock()
 
@@ -97,6 +116,7 @@ class State:
         return self._changed
 
     async def run(self, pool: Executor, call: Callable[..., T], *arguments: Any) -> T:
+        self.waits.for_pool(pool)
         return await asyncio.get_running_loop().run_in_executor(pool, call, *arguments)
 
     async def outliving(self, work: Coroutine[Any, Any, T], group: set[asyncio.Task[Any]] | None = None) -> T:

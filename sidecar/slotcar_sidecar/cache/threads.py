@@ -76,7 +76,7 @@ class ThreadForwards:
         self._mark.begin(session, mapping.slots)
         try:
             mapping.check_current(state.layout)
-            batch = state.device.prepare(rows, call.items)
+            batch = state.device.prepare(rows, call.items, call.rank)
             mapping.check_current(state.layout)
         finally:
             self._mark.end()
@@ -125,7 +125,7 @@ class ThreadForwards:
     def _used(self, prepared: PreparedForward) -> None:
         if prepared.session in self._state.sessions and prepared.is_of_now:
             self._mappings.used(prepared.session, prepared.mapping)
-            self._state.residency.slots.touch(prepared.mapping.slots)
+            self._state.residency.slots.uses.touch(prepared.mapping.slots)
 
     def _record_stale(self, session: SessionId, error: LayoutStale) -> None:
         state = self._state

@@ -25,7 +25,7 @@ MAX_WAIT_SECONDS = 3600.0
 class LoadCall:
     """What a caller wants under a name: from `source`, from what came with the call, or else from where it is known.
 
-    `in_slot` False stops at the host tier; `hold` takes a hold in the same step.
+    `in_slot` False stops at the host tier, with `on_disk` at the disk tier; `hold` takes a hold in the same step.
     """
 
     ref: AdapterRef
@@ -33,23 +33,47 @@ class LoadCall:
     on_conflict: OnConflict = OnConflict.FAIL
     keep: bool = False
     in_slot: bool = True
+    on_disk: bool = False
     hold: HoldTerms | None = None
     upload: Upload | None = None
 
     def __post_init__(self) -> None:
         if self.keep and not self.in_slot:
-            raise RequestInvalid("target_tier", found="TIER_HOST", wanted="TIER_DEVICE for what is to be kept")
+            found = "TIER_DISK" if self.on_disk else "TIER_HOST"
+            raise RequestInvalid("target_tier", found=found, wanted="TIER_DEVICE for what is to be kept")
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The name with its adapter, the model it was checked against, the layout at which it is there, and its hold."""
+    """The name with its adapter, the model it was checked against, the layout at which it is there, and its hold.
+
+    `warnings`: what the slots lose of it.
+    """
 
     resident: Resident
     model: ModelSpec | None
     layout: Layout
     already_resident: bool
     hold: Hold | None
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchCall:
+    """Known adapters to bring nearer, the most wanted first; how near is as in LoadCall."""
+
+    refs: Sequence[AdapterRef]
+    in_slot: bool = True
+    on_disk: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Prefetched:
+    """Where an adapter is after a prefetch, None for one that is not known, and what kept it from being nearer."""
+
+    ref: AdapterRef
+    resident: Resident | None
+    refusal: SlotcarError | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +87,8 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True)
-class HostUse:
-    """Bytes in the host tier, the most that there may be, and those that may not be dropped."""
+class TierUse:
+    """Bytes in a tier, the most that there may be, and those that may not be dropped."""
 
     used_bytes: int
     capacity_bytes: int
@@ -73,7 +97,10 @@ class HostUse:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """How full the server is. Pairs are what there is and the most that there may be."""
+    """How full the server is. Pairs are what there is and the most that there may be.
+
+    `restoring` names of the journal are not back yet, and why others could not come back is in `restore_failures`.
+    """
 
     slots: Mapping[SlotState, int]
     pinned: int
@@ -81,10 +108,13 @@ class Capacity:
     reserved: int
     keeps: int
     slot_bytes: int
-    host: HostUse
+    host: TierUse
+    disk: TierUse
     adapters: tuple[int, int]
     sessions: tuple[int, int]
     waiting: int
+    restoring: int
+    restore_failures: Mapping[AdapterRef, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +165,8 @@ class Computed:
 
 def check_forward(call: ForwardCall, model: ModelSpec, limits: Limits) -> None:
     """Raises unless every tensor fits its site and the rows, and rows and outputs are within their bounds."""
+    if call.rank >= model.tensor_parallel > 1:
+        raise RequestInvalid("rank", found=call.rank, wanted=f"below {model.tensor_parallel}, the model's ranks")
     rows = sum(call.row_counts)
     if rows > limits.max_rows:
         raise RequestInvalid("row_counts", found=f"{rows} rows", wanted=f"at most {limits.max_rows}")

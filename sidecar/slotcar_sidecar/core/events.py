@@ -29,6 +29,9 @@ class EventKind(StrEnum):
     HELD = "held"
     HOLD_RELEASED = "hold_released"
     EXPIRED = "expired"
+    DECLARED = "declared"
+    RECONCILED = "reconciled"
+    STORAGE_FAULT = "storage_fault"
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,12 @@ from slotcar_sidecar.core.layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What one entry resolved to; `ref` has the digest."""
+    """What one entry resolved to; `ref` has the digest, `needs_base` is the adapter's."""
 
     ref: AdapterRef
     digest: Digest
     slot: SlotId
+    needs_base: bool = False
 
 
 @dataclass(frozen=True, slots=True)

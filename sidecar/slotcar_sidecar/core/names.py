@@ -1,15 +1,18 @@
-"""Names: which digest each has now, where it is loaded from, and whether an operator keeps it.
+"""Names: which digest each has now and had before, where it is loaded from, and whether an operator keeps it.
 
 Invariant: a digest is known as a name from the moment that the name had it until the digest is forgotten.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from slotcar_sidecar.core.adapter import Adapter
 from slotcar_sidecar.core.errors import AdapterConflict, AdapterNotFound, CapacityExceeded
 from slotcar_sidecar.core.ids import AdapterName, AdapterRef, Digest
+from slotcar_sidecar.core.journal import NamesCopy
+
+_MAX_HISTORY = 16
 
 
 class Names:
@@ -24,6 +27,9 @@ class Names:
         self._adapters: dict[Digest, Adapter] = {}
         self._without_source: set[Digest] = set()
         self._kept: set[AdapterName] = set()
+        self._history: dict[AdapterName, tuple[Digest, ...]] = {}
+        # Grows with each change that a restart would have to bring back.
+        self.changes = 0
 
     @property
     def capacity(self) -> int:
@@ -58,6 +64,14 @@ class Names:
             raise AdapterNotFound(ref)
         return digest
 
+    def history(self, name: AdapterName) -> tuple[Digest, ...]:
+        """The digests that the name had before, the latest first; only the last few."""
+        return self._history.get(name, ())
+
+    def copy(self) -> NamesCopy:
+        """The table as it is now."""
+        return NamesCopy(dict(self._digests), dict(self._sources), frozenset(self._kept), dict(self._history))
+
     def named(self, digest: Digest) -> frozenset[AdapterName]:
         """The names that have the digest now."""
         return frozenset(self._by_digest.get(digest, ()))
@@ -88,6 +102,9 @@ class Names:
         """Digests that could not be read again: their bytes must stay."""
         return frozenset(self._without_source)
 
+    def is_without_source(self, digest: Digest) -> bool:
+        return digest in self._without_source
+
     # Changes
 
     def check_room(self, name: AdapterName) -> None:
@@ -112,8 +129,10 @@ class Names:
         """
         digest, before = adapter.digest, self._digests.get(name)
         known = self._sources.get(name) if before == digest else None
+        self.changes += 1
         if before is not None and before != digest:
             self._unname(before, name)
+            self.recall(name, (before, *self.history(name)))
         self._digests[name] = digest
         self._by_digest.setdefault(digest, set()).add(name)
         self._known_as.setdefault(digest, set()).add(name)
@@ -125,8 +144,15 @@ class Names:
             self._without_source.add(digest)
         return before if before != digest else None
 
+    def recall(self, name: AdapterName, history: Sequence[Digest]) -> None:
+        """The name had these digests before, the latest first."""
+        if history:
+            self._history[name] = tuple(history[:_MAX_HISTORY])
+
     def unbind(self, name: AdapterName) -> None:
-        """The name and its keep are gone."""
+        """The name, its history and its keep are gone."""
+        self.changes += 1
+        self._history.pop(name, None)
         self._unname(self._digests.pop(name), name)
         del self._sources[name]
         self._kept.discard(name)
@@ -134,12 +160,14 @@ class Names:
     def keep(self, name: AdapterName) -> bool:
         """Keeps a name that there is; False if it was kept already."""
         before = len(self._kept)
+        self.changes += 1
         self._kept.add(name)
         return len(self._kept) > before
 
     def release_keep(self, name: AdapterName) -> bool:
         """Ends a keep; False if there was none."""
         before = len(self._kept)
+        self.changes += 1
         self._kept.discard(name)
         return len(self._kept) < before
 
@@ -164,6 +192,7 @@ class Names:
         """Asserts the invariants of this table."""
         assert self._sources.keys() == self._digests.keys()
         assert self._kept <= self._digests.keys()
+        assert self._history.keys() <= self._digests.keys()
         for name, digest in self._digests.items():
             assert digest in self._adapters, name
             assert name in self._by_digest[digest], name

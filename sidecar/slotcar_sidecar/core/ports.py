@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from asyncio import Future
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,6 +12,7 @@ from slotcar_sidecar.core.adapter import Adapter
 from slotcar_sidecar.core.errors import CapacityExceeded, RequestInvalid
 from slotcar_sidecar.core.forward import ForwardItem
 from slotcar_sidecar.core.ids import Digest, SlotId
+from slotcar_sidecar.core.journal import JournalEntry
 from slotcar_sidecar.core.layout import Layout
 from slotcar_sidecar.core.model import ModelSpec
 from slotcar_sidecar.core.tally import ForwardTally
@@ -29,6 +31,9 @@ class Source(Protocol):
 
     def canonical(self, uri: str) -> str:
         """The one spelling of `uri`. Raises SourceDenied when it is outside every root."""
+
+    def is_remote(self, uri: str) -> bool:
+        """Whether `uri` is read over a network, and so may take long. Does not block."""
 
     def version(self, uri: str) -> Hashable:
         """What identifies the bytes at a canonical `uri` now, without reading them."""
@@ -69,6 +74,49 @@ class HostTier(Protocol):
     def __contains__(self, digest: object) -> bool: ...
 
 
+class DiskTier(Protocol):
+    """Verified adapters as files, bounded by bytes. Only the cache's owner calls it; nothing here raises."""
+
+    capacity_bytes: int
+    when_fault: list[Callable[[Digest | None, str], None]]
+
+    @property
+    def used_bytes(self) -> int: ...
+
+    @property
+    def retained_bytes(self) -> int: ...
+
+    def __contains__(self, digest: object) -> bool: ...
+
+    def retains(self, digest: Digest) -> bool:
+        """Whether the bytes are here until they are forgotten: memory may drop them though no source has them."""
+
+    def touch(self, digest: Digest) -> None:
+        """The adapter was used, wherever its bytes are."""
+
+    def flush(self) -> None:
+        """Makes the uses outlive this process."""
+
+    async def read(self, digest: Digest) -> HostAdapter | None:
+        """The adapter, verified, or None."""
+
+    def save(self, weights: HostAdapter, *, only: bool) -> Future[None]:
+        """Begins to store an adapter; the result is done when that has ended, well or not. `only`: no source has it."""
+
+    def forget(self, digest: Digest) -> None:
+        """Nobody here needs the adapter any more."""
+
+    async def adopt(self, wanted: Mapping[Digest, bool]) -> Mapping[Digest, Adapter]:
+        """What is here of `wanted`, whose values say whether no source has it; it is needed from now on."""
+
+
+class Journal(Protocol):
+    """What outlives the process of its names. Blocks; runs in the loader pool, one call at a time."""
+
+    def write(self, entries: list[JournalEntry]) -> None:
+        """Replaces what is there, whole or not at all. Raises OSError."""
+
+
 class Upload(Protocol):
     """The files of an adapter that come with a call, in chunks. Each call raises RequestInvalid."""
 
@@ -86,6 +134,7 @@ class Tiers(Protocol):
     """All tiers above the device."""
 
     host: HostTier
+    disk: DiskTier
 
     def begin_upload(self, config_bytes: int, weights_bytes: int) -> Upload:
         """Makes room for files of these sizes. Raises RequestInvalid or CapacityExceeded."""
@@ -99,8 +148,29 @@ class Tiers(Protocol):
     def from_host(self, digest: Digest) -> HostAdapter | None:
         """The adapter, if the host tier has it."""
 
+    def is_remote(self, uri: str) -> bool:
+        """Whether a canonical `uri` is read over a network."""
+
+    async def version(self, uri: str) -> Hashable:
+        """What identifies the bytes at a canonical `uri` now; see Source.version."""
+
+    async def from_disk(self, digest: Digest, uri: str) -> HostAdapter | None:
+        """The adapter, if the disk tier has it, as one that came from `uri`."""
+
     async def from_source(self, uri: str, wanted: Digest | None) -> HostAdapter:
-        """Reads and verifies what is at a canonical `uri` now. Raises DigestMismatch unless it is `wanted`."""
+        """Reads and verifies what is at a canonical `uri` now; "" is that of an upload.
+
+        Raises SourceUnavailable, and DigestMismatch unless it is `wanted`.
+        """
+
+    def save(self, weights: HostAdapter, *, only: bool) -> Future[None]:
+        """Begins to store an adapter on disk; see DiskTier.save."""
+
+    def forget(self, digest: Digest) -> None:
+        """Nothing here needs the adapter any more: its bytes go from every tier."""
+
+    async def adopt(self, sources: Mapping[Digest, str]) -> Mapping[Digest, Adapter]:
+        """The adapters that the disk tier has of these, as if they came from their sources; see DiskTier.adopt."""
 
 
 class Observer(Protocol):
@@ -112,8 +182,17 @@ class Observer(Protocol):
     def host_lookup(self, *, hit: bool) -> None:
         """A load found its bytes in the host tier, or did not."""
 
+    def disk(self, operation: str, result: str) -> None:
+        """The disk tier ended a "read" or "write", or something is gone from it ("remove")."""
+
+    def journal(self, result: str) -> None:
+        """The journal was "written", or that "failed"."""
+
     def forward(self, plane: str, rows: int, seconds: float, reason: str) -> None:
         """A Forward ended; `reason` is "OK" or a row of the error table."""
+
+    def forward_waited(self) -> None:
+        """A Forward waited for a loader, which none should."""
 
     def begin_tally(self, plane: str) -> ForwardTally:
         """Counts for another thread to write, which are part of the plane's from now on."""
@@ -139,8 +218,11 @@ class Device(Protocol):
     def slot_bytes(self) -> int:
         """Size of one slot over all sites, in bytes; 0 before `shape`."""
 
-    def check(self, weights: HostAdapter) -> None:
-        """Raises AdapterInvalid when the weights do not fit the slots' dtype. Blocks; runs in the loader pool."""
+    def check(self, weights: HostAdapter) -> tuple[str, ...]:
+        """What the slots' dtype loses of the weights, for people. Blocks; runs in the loader pool.
+
+        Raises AdapterInvalid when they do not fit.
+        """
 
     def fill(self, slot: SlotId, weights: HostAdapter) -> None:
         """Writes an adapter into a slot, zero where it has no weights. Blocks; runs in the loader pool.
@@ -148,11 +230,19 @@ class Device(Protocol):
         The caller guarantees that nobody reads the slot meanwhile (invariant I2).
         """
 
-    def prepare(self, entries: Sequence[tuple[SlotId | None, int]], items: Sequence[ForwardItem]) -> Batch:
-        """Index work for rows grouped into (slot or None for the base model, number of rows)."""
+    def prepare(
+        self, entries: Sequence[tuple[SlotId | None, int]], items: Sequence[ForwardItem], rank: int = 0
+    ) -> Batch:
+        """Index work of a rank for rows grouped into (slot or None for the base model, number of rows).
+
+        Raises RequestInvalid for an item that needs the base model's output and has none.
+        """
 
     def execute(self, batch: Batch) -> Sequence[Matrix]:
-        """Computes one [rows, out_features] matrix per item, where the item says or in memory of the batch. Blocks."""
+        """Computes one [rows, out] matrix per item, where the item says or in memory of the batch. Blocks.
+
+        Raises RequestInvalid for ids or experts in `aux` that there are not; then nothing was written.
+        """
 
     def publish(self, layout: Layout) -> None:
         """Tells readers in other processes which slots begin to change, before the caller lets anything write there."""
@@ -166,9 +256,10 @@ class Device(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Threads, clock and randomness, as the process gives them."""
+    """Threads, clock and randomness, as the process gives them; `remote_pool` reads over a network."""
 
     load_pool: Executor
+    remote_pool: Executor
     compute_pool: Executor
     clock: Callable[[], float]
     new_id: Callable[[], str]

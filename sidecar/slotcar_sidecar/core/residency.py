@@ -8,11 +8,10 @@ or raises and changes nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from enum import Enum
 from typing import Unpack
 
 from slotcar_sidecar.core.adapter import Adapter
+from slotcar_sidecar.core.bindings import Binding, OnConflict, Resident, Unloaded
 from slotcar_sidecar.core.errors import AdapterNotFound, AdapterNotResident, RequestInvalid
 from slotcar_sidecar.core.events import EventKind, EventLog, Subject
 from slotcar_sidecar.core.folded import Folded
@@ -22,55 +21,26 @@ from slotcar_sidecar.core.layout import Layout, SlotState
 from slotcar_sidecar.core.mapping import Entry
 from slotcar_sidecar.core.names import Names
 from slotcar_sidecar.core.pins import HoldOwner, MappingOwner, PinOwner, Pins
+from slotcar_sidecar.core.policy import Eviction
 from slotcar_sidecar.core.slots import READABLE, Claim, Demand, Slots
 
-
-class OnConflict(Enum):
-    """What a load does when its name has other bytes."""
-
-    FAIL = "fail"
-    REPLACE = "replace"
-
-
-@dataclass(frozen=True, slots=True)
-class Resident:
-    """A name with what it resolves to; `slot` is None when the adapter is in no slot."""
-
-    name: AdapterName
-    adapter: Adapter
-    source: str
-    slot: SlotId | None
-    keep: bool
-    pins: int
-
-
-@dataclass(frozen=True, slots=True)
-class Unloaded:
-    """What an unload did; `slot_state` is None when the adapter was in no slot."""
-
-    digest: Digest
-    slot_state: SlotState | None
-    pins_ended: int
-
-
-@dataclass(frozen=True, slots=True)
-class Binding:
-    """The name that a load gives to an adapter, and how. `source` is where it was read now, None if it was not."""
-
-    name: AdapterName
-    on_conflict: OnConflict = OnConflict.FAIL
-    keep: bool = False
-    source: str | None = None
-    in_slot: bool = True
+__all__ = ["Binding", "OnConflict", "Residency", "Resident", "Unloaded"]
 
 
 class Residency:
     """The single table that loads, unloads, holds and mappings change."""
 
-    def __init__(self, layout: Layout, events: EventLog, on_forget: Callable[[Digest], None], max_names: int) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        events: EventLog,
+        on_forget: Callable[[Digest], None],
+        max_names: int,
+        eviction: Eviction = Eviction.LRU,
+    ) -> None:
         self.names = Names(max_names)
         self.holds = Holds()
-        self.slots = Slots(layout, lambda: self.names.kept_digests)
+        self.slots = Slots(layout, lambda: self.names.kept_digests, eviction)
         self.events = events
         self._on_forget = on_forget
 
@@ -82,9 +52,13 @@ class Residency:
     def pins(self) -> Pins:
         return self.slots.pins
 
-    def held_digests(self) -> frozenset[Digest]:
-        """The digests whose bytes may not be dropped: held, without a source, or on their way to one of the two."""
-        return self.holds.digests() | self.names.without_source() | self.slots.claimed_bytes()
+    def held_digests(self, is_retained: Callable[[Digest], bool]) -> frozenset[Digest]:
+        """The digests whose bytes memory may not drop: held, without a source, or on their way to one of the two.
+
+        `is_retained`: another tier has them for good.
+        """
+        alone = frozenset(digest for digest in self.names.without_source() if not is_retained(digest))
+        return self.holds.digests() | alone | self.slots.claimed_bytes()
 
     # Look-ups
 
@@ -103,7 +77,13 @@ class Residency:
         is_now = self.names.get(name) == digest
         adapter = self.names.adapter(digest)
         source = self.names.source_of(AdapterRef(name)) if is_now else adapter.source
-        return Resident(name, adapter, source, slot, is_now and self.names.is_kept(name), len(owners))
+        history = self.names.history(name) if is_now else ()
+        return Resident(name, adapter, source, slot, is_now and self.names.is_kept(name), len(owners), history)
+
+    def residents(self) -> tuple[Digest, ...]:
+        """The digests that are in slots and have a name, the latest used first."""
+        slots = self.slots.uses.latest_first(self.layout.in_state(SlotState.OCCUPIED))
+        return tuple(digest for slot in slots if (digest := self.layout[slot].digest) is not None)
 
     def readable_slot(self, digest: Digest) -> SlotId | None:
         """The slot that has the digest's bytes; None also while they are being written."""
@@ -153,7 +133,7 @@ class Residency:
             elif slot is None or ref.digest is None:
                 absent[ref] = None
             else:
-                entries.append(Entry(ref, ref.digest, slot))
+                entries.append(Entry(ref, ref.digest, slot, self.names.adapter(ref.digest).needs_base))
         if absent:
             raise AdapterNotResident(*absent)
         return Folded(entries, wanted.indices)
@@ -178,7 +158,7 @@ class Residency:
     def pin(self, owner: MappingOwner, slots: Iterable[SlotId]) -> None:
         """`owner` pins exactly `slots`; what only it pinned before may drain away."""
         slots = tuple(slots)
-        self.slots.touch(slots)
+        self.slots.uses.ask(slots)
         self._drained(self.slots.pin(owner, slots))
 
     def release(self, *owners: MappingOwner) -> None:
@@ -253,9 +233,9 @@ class Residency:
         if kept:
             self.slots.check_keep(self.readable_slot(adapter.digest), len(self.names.kept | {name}))
 
-    def begin_fill(self, digest: Digest, taker: AdapterName) -> SlotId:
-        """Takes a slot for a digest that has none: a free one, or the policy's victim. The room was checked."""
-        slot, victim = self.slots.take(digest)
+    def begin_fill(self, digest: Digest, taker: AdapterName, idle_since: int | None = None) -> SlotId:
+        """Takes a slot for a digest that has none: a free one, or the policy's victim; see Slots.take."""
+        slot, victim = self.slots.take(digest, idle_since)
         if victim is not None:
             name = min(self.names.named(victim), default=None)
             self._record(EventKind.EVICTED, name=name, digest=victim, slot=slot, reason=f"slot taken by {taker}")

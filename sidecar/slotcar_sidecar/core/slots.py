@@ -14,7 +14,7 @@ from slotcar_sidecar.core.errors import SlotsExhausted
 from slotcar_sidecar.core.ids import Digest, SessionId, SlotId
 from slotcar_sidecar.core.layout import Layout, SlotState
 from slotcar_sidecar.core.pins import PinOwner, Pins
-from slotcar_sidecar.core.policy import least_recently_used
+from slotcar_sidecar.core.policy import Eviction, Uses
 from slotcar_sidecar.core.reservations import Party, common_use
 
 _RETRY_SECONDS = 1.0
@@ -53,16 +53,15 @@ class Demand:
 class Slots:
     """The layout with its pins, claims and reservations."""
 
-    def __init__(self, layout: Layout, kept: Callable[[], set[Digest]]) -> None:
+    def __init__(self, layout: Layout, kept: Callable[[], set[Digest]], eviction: Eviction = Eviction.LRU) -> None:
         self._layout = layout
+        self.uses = Uses(len(layout.slots), eviction)
         self._listener: Callable[[Layout], None] = lambda _: None
         self.pins = Pins()
         self.reserved: dict[SessionId, int] = {}
         self.queue: deque[object] = deque()
         self._kept = kept
         self._claims: dict[Digest, set[Claim]] = {}
-        self._last_used: dict[SlotId, int] = {}
-        self._uses = 0
 
     def __len__(self) -> int:
         return len(self.layout.slots)
@@ -113,12 +112,6 @@ class Slots:
     def claimed_bytes(self) -> set[Digest]:
         """The digests whose bytes may not be dropped because a load is under way."""
         return {digest for digest, claims in self._claims.items() if any(claim.bytes for claim in claims)}
-
-    def touch(self, slots: Iterable[SlotId]) -> None:
-        """The slots are used now."""
-        self._uses += 1
-        for slot in slots:
-            self._last_used[slot] = self._uses
 
     def protectors(self, pins: Pins | None = None) -> dict[SlotId, frozenset[Party]]:
         """Who protects each protected slot, as if `pins` stood in place of the pins of now."""
@@ -235,13 +228,20 @@ class Slots:
 
     # Taking
 
-    def take(self, digest: Digest) -> tuple[SlotId, Digest | None]:
-        """Begins to fill a slot with the digest; returns it with the digest that gives way. The room was checked."""
-        slot = least_recently_used(self._candidates(), self._last_used)
-        assert slot is not None
+    def take(self, digest: Digest, idle_since: int | None = None) -> tuple[SlotId, Digest | None]:
+        """Begins to fill a slot with the digest; returns it with the digest that gives way. The room was checked.
+
+        `idle_since`: nothing gives way that was used after this moment of `uses`. Raises SlotsExhausted if all was.
+        """
+        candidates = self._candidates()
+        if idle_since is not None and candidates:
+            candidates = self.uses.idle(candidates, idle_since)
+        slot = self.uses.victim(candidates)
+        if slot is None:
+            raise SlotsExhausted("every slot was used since the call came", slots=len(self))
         victim = self.layout[slot].digest
         self.layout = self.layout.begin_fill(slot, digest)
-        self.touch((slot,))
+        self.uses.enter(slot, digest)
         return slot, victim
 
     def _candidates(self) -> Sequence[SlotId]:

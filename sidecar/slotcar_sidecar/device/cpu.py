@@ -7,30 +7,32 @@ the padded rank; a prepared batch keeps the ranks and scales that it was prepare
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from weakref import WeakValueDictionary
 
 import torch
-from slotcar.shm.slots import EPOCH_BYTES, SlotsGeometry
-from slotcar_kernels import native
+from slotcar.shm.slots import BIAS, EPOCH_BYTES, LeafShape, SlotsGeometry, shard
+from slotcar_kernels import forward, native
 from slotcar_kernels.buffers import DTYPE_NAMES, DTYPES, tensor_from_buffer
-from slotcar_kernels.cpu import prepare
-from slotcar_kernels.fill import SlotArray, fill_slot
+from slotcar_kernels.forward import BadAux, NeedsBase, PartSlots, Prepared, SiteCall
 from slotcar_kernels.native import backend as kernel_backend
 from slotcar_kernels.plan import Plan, plan_rows
 from slotcar_kernels.sites import SiteSlots
 from torch import Tensor
 
-from slotcar_sidecar.core.adapter import SiteLora
+from slotcar_sidecar.core.errors import RequestInvalid
 from slotcar_sidecar.core.forward import ForwardItem
 from slotcar_sidecar.core.ids import SlotId
 from slotcar_sidecar.core.layout import Layout
 from slotcar_sidecar.core.model import ModelSpec
 from slotcar_sidecar.core.ports import Batch, HostAdapter
+from slotcar_sidecar.core.site import Leaf
 from slotcar_sidecar.core.tensor import Matrix
+from slotcar_sidecar.device.leaves import NOTHING, LeafArrays, SlotParts, leaf_values, parts_of
 from slotcar_sidecar.device.slots_file import SlotsFile
-from slotcar_sidecar.device.weights import check_range, host_tensors, padded_rank
+from slotcar_sidecar.device.weights import cast_warnings, check_range, host_tensors, padded_rank
 
 __all__ = ["CpuBatch", "CpuDevice", "kernel_backend"]
 
@@ -41,16 +43,16 @@ _BITS = {4: torch.int32, 2: torch.int16}
 class CpuBatch:
     """A prepared Forward: each execution reads the bytes of its items, and the slots, as they are then.
 
-    `calls` has one call of the kernel for each input; `outputs` one matrix per item, which an execution writes.
+    `outputs` has one matrix per item, which an execution writes.
     """
 
     plan: Plan
-    calls: tuple[Callable[[], None], ...]
+    forward: Prepared
     outputs: tuple[Matrix, ...]
 
 
 class CpuDevice:
-    """S slots; each has, per site, A [max_rank, in] and Bᵀ [max_rank, out] of `slot_dtype`, in the epoch's slots file.
+    """S slots; each has, per leaf, A, Bᵀ and vectors as slotcar.shm.slots says, in the epoch's slots file.
 
     With `poison`, whatever no fill has written is NaN, so that reading the wrong place shows.
     """
@@ -76,23 +78,27 @@ class CpuDevice:
         self._model: ModelSpec | None = None
         # What fits, as long as it is there: a look at all values takes as long as a fill.
         self._checked: WeakValueDictionary[int, HostAdapter] = WeakValueDictionary()
-        self._a: dict[str, Tensor] = {}
-        self._b: dict[str, Tensor] = {}
-        # Per slot, by site; a fill replaces its slot's mapping, and only fills of different slots run at one time.
-        self._parts: list[Mapping[str, SiteLora]] = [{} for _ in range(slots)]
+        self._arrays: dict[str, LeafArrays] = {}  # by the leaf's name
+        # Per slot; a fill replaces its slot's parts, and only fills of different slots run at one time.
+        self._parts: list[SlotParts] = [{} for _ in range(slots)]
 
     def shape(self, model: ModelSpec) -> None:
         """Makes the slots for `model`; without poison, memory is touched only when a slot is filled."""
         assert self._model is None, "a device is shaped once"
-        features = [(site.in_features, site.out_features) for site in model.sites]
-        geometry = SlotsGeometry(self.slots, self.max_rank, self.slot_dtype, features)
+        shapes = [
+            LeafShape(leaf.in_features, leaf.out_features, leaf.site.experts, leaf.site.kind == "embedding")
+            for leaf in model.leaves
+        ]
+        geometry = SlotsGeometry(self.slots, self.max_rank, self.slot_dtype, shapes)
         file = SlotsFile(geometry, self._epoch)
         weights = torch.frombuffer(file.memory, dtype=self._dtype, offset=geometry.weights_offset)
         if self._poison:
             weights.fill_(math.nan)
-        for index, site in enumerate(model.sites):
-            self._a[site.name] = self._slots_at(weights, geometry, geometry.a_offsets[index], site.in_features)
-            self._b[site.name] = self._slots_at(weights, geometry, geometry.b_offsets[index], site.out_features)
+        memory = weights, torch.frombuffer(file.memory, dtype=torch.float32, offset=geometry.weights_offset)
+        for index, leaf in enumerate(model.leaves):
+            arrays = self._arrays[leaf.name] = self._leaf_arrays(memory, geometry, index)
+            if self._poison and arrays.vectors is not None:
+                arrays.vectors.fill_(math.nan)
         self._file, self._model = file, model
 
     @property
@@ -114,8 +120,15 @@ class CpuDevice:
         if self._file is not None:
             self._file.close()
 
-    def check(self, weights: HostAdapter) -> None:
-        """Raises AdapterInvalid unless the adapter fits the model, and its values fit the slot dtype."""
+    def check(self, weights: HostAdapter) -> tuple[str, ...]:
+        """What a cast to the slot dtype makes zero, for people.
+
+        Raises AdapterInvalid unless the adapter fits the model, and its values fit the slot dtype.
+        """
+        self._check_fits(weights)
+        return cast_warnings(host_tensors(weights), self.slot_dtype)
+
+    def _check_fits(self, weights: HostAdapter) -> None:
         assert self._model is not None, "a device is shaped before it is filled"
         if self._checked.get(id(weights)) is weights:
             return
@@ -126,90 +139,129 @@ class CpuDevice:
     def fill(self, slot: SlotId, weights: HostAdapter) -> None:
         """Writes A and Bᵀ, cast to the slot dtype, into a slot, and zeros from each rank up to the padded rank.
 
-        The padded rank is the adapter's largest, rounded up to a multiple of 16, at most `max_rank`. A site that the
-        adapter does not target is zero up to it, with rank 0. Batches prepared before keep their ranks and scales.
-        Raises what `check` raises, and has written nothing then.
+        The padded rank is the adapter's largest, rounded up to a multiple of 16, at most `max_rank`. A leaf that the
+        adapter does not target is zero up to it, with rank 0; vectors are written where the adapter has some. Batches
+        prepared before keep their ranks and scales. Raises what `check` raises, and has written nothing then.
         """
-        self.check(weights)
-        host = host_tensors(weights)
-        parts = {part.site: part for part in host.adapter.parts}
-        padded = padded_rank(host.adapter, self.max_rank)
+        self._check_fits(weights)
         assert self._file is not None
+        assert self._model is not None
+        host = host_tensors(weights)
+        parts, padded = parts_of(self._model, host), padded_rank(host.adapter, self.max_rank)
         self._parts[slot] = {}
         self._file.use_huge_pages(slot)
-        self._file.write_parts(
-            slot, [(parts[site].rank, parts[site].scale) if site in parts else (0, 0.0) for site in self._a]
-        )
-        values = (host.a, {site: b.t() for site, b in host.b.items()})
-        fill_slot(
-            [
-                SlotArray(slots[site][slot, :padded], tensors.get(site))
-                for slots, tensors in zip((self._a, self._b), values, strict=True)
-                for site in slots
-            ]
-        )
-        if self._poison:
-            for slots in (*self._a.values(), *self._b.values()):
-                slots[slot, padded:].fill_(math.nan)
+        written = (parts.get(leaf.name, (NOTHING,) * leaf.experts) for leaf in self._model.leaves)
+        self._file.write_parts(slot, chain.from_iterable(written))
+        for leaf, values in leaf_values(self._model, host):
+            self._arrays[leaf.name].fill(slot, padded, values)
+            if self._poison:
+                self._arrays[leaf.name].poison(slot, padded, values, math.nan)
         self._parts[slot] = parts
 
-    def prepare(self, entries: Sequence[tuple[SlotId | None, int]], items: Sequence[ForwardItem]) -> CpuBatch:
-        """Groups the rows by slot and the items by their x, and captures ranks and scales as they are now."""
+    def prepare(
+        self, entries: Sequence[tuple[SlotId | None, int]], items: Sequence[ForwardItem], rank: int = 0
+    ) -> CpuBatch:
+        """Groups the rows by slot and the items by their x, and captures ranks and scales as they are now.
+
+        Raises RequestInvalid for an item that needs the base model's output and has none.
+        """
         plan = plan_rows(entries)
-        outs = [self._out(item, plan.rows) for item in items]
-        by_input: dict[int, list[int]] = {}
-        for index, item in enumerate(items):
-            by_input.setdefault(id(item.x), []).append(index)
+        inputs = {id(item.x): _tensor_or_none(item.x) for item in items}
         calls = [
-            prepare(
-                plan,
-                _tensor(items[indices[0]].x),
-                [self._site_slots(items[index].site, plan) for index in indices],
-                [outs[index] for index in indices],
-                [_tensor_or_none(items[index].base) for index in indices],
+            SiteCall(
+                self._part_slots(item.site, plan, rank),
+                self._out(item, plan.rows),
+                inputs[id(item.x)],
+                _tensor_or_none(item.base),
+                _tensor_or_none(item.aux),
             )
-            for indices in by_input.values()
+            for item in items
         ]
-        outputs = [item.out or _matrix(out) for item, out in zip(items, outs, strict=True)]
-        return CpuBatch(plan, tuple(calls), tuple(outputs))
+        try:
+            prepared = forward.prepare(plan, calls)
+        except NeedsBase as error:
+            wanted = "the base model's output, which an adapter of the mapping needs here"
+            raise RequestInvalid(f"items[{error.index}].aux", found="nothing", wanted=wanted) from None
+        outputs = [item.out or _matrix(call.out) for item, call in zip(items, calls, strict=True)]
+        return CpuBatch(plan, prepared, tuple(outputs))
 
     def execute(self, batch: Batch) -> tuple[Matrix, ...]:
-        """Computes one [rows, out_features] matrix per item, in the dtype of its x: base + delta, or the delta."""
+        """Computes one [rows, out] matrix per item, in the item's dtype: base + delta, or the delta.
+
+        Raises RequestInvalid for ids or experts that there are not; then nothing was written.
+        """
         assert isinstance(batch, CpuBatch)
-        for call in batch.calls:
-            call()
+        try:
+            batch.forward()
+        except BadAux as error:
+            raise RequestInvalid(f"items[{error.index}].aux", found=error.found, wanted=error.wanted) from None
         return batch.outputs
 
     def matches(self, slot: SlotId, weights: HostAdapter) -> bool:
         """Whether the slot is, bit for bit, what a fill with `weights` writes (invariant I1)."""
+        assert self._model is not None
         host = host_tensors(weights)
-        parts = {part.site: part for part in host.adapter.parts}
         padded = padded_rank(host.adapter, self.max_rank)
-        return self._parts[slot] == parts and all(
-            _holds(slots[site][slot, :padded], rows.get(site))
-            for slots, rows in ((self._a, host.a), (self._b, {name: b.t() for name, b in host.b.items()}))
-            for site in slots
+        return self._parts[slot] == parts_of(self._model, host) and all(
+            _holds(rows, wanted)
+            for leaf, values in leaf_values(self._model, host)
+            for rows, wanted in self._arrays[leaf.name].written(slot, padded, values)
         )
 
-    def _slots_at(self, weights: Tensor, geometry: SlotsGeometry, offset: int, features: int) -> Tensor:
-        """[S, R, features] of one site: the same place in each slot."""
-        size = self._dtype.itemsize
-        shape = (self.slots, self.max_rank, features)
-        return weights.as_strided(shape, (geometry.slot_bytes // size, features, 1), offset // size)
+    def _leaf_arrays(self, memory: tuple[Tensor, Tensor], geometry: SlotsGeometry, index: int) -> LeafArrays:
+        """The same places in each slot, of one leaf; `memory` is that of the slots, in their dtype and in float32."""
+        shape = geometry.leaves[index]
+        weights, vectors = memory
+        experts = (shape.experts,) if shape.experts else ()
+
+        def at(of: Tensor, offset: int, *shape: int) -> Tensor:
+            strides = [math.prod(shape[place + 1 :]) for place in range(len(shape))]
+            step = geometry.slot_bytes // of.itemsize
+            return of.as_strided((self.slots, *shape), (step, *strides), offset // of.itemsize)
+
+        rows = (shape.in_features, self.max_rank) if shape.embedding else (self.max_rank, shape.in_features)
+        return LeafArrays(
+            at(weights, geometry.a_offsets[index], *experts, *rows),
+            at(weights, geometry.b_offsets[index], *experts, self.max_rank, shape.out_features),
+            None if experts else at(vectors, geometry.v_offsets[index], 2, shape.out_features),
+            shape.embedding,
+        )
 
     def _out(self, item: ForwardItem, rows: int) -> Tensor:
         """Where the item's result goes: where it says, or memory of its own."""
         if item.out is not None:
             return _tensor(item.out)
-        return torch.empty(rows, self._b[item.site].shape[2], dtype=DTYPES[item.x.dtype])
+        assert self._model is not None
+        return torch.empty(rows, self._model.rank_features(item.site)[1], dtype=DTYPES[item.dtype])
 
-    def _site_slots(self, site: str, plan: Plan) -> SiteSlots:
-        ranks, scales = [0] * self.slots, [0.0] * self.slots
-        for slot, _, _ in plan.segments:
-            part = self._parts[slot].get(site)
-            if part is not None:
-                ranks[slot], scales[slot] = part.rank, part.scale
-        return SiteSlots(self._a[site], self._b[site], ranks, scales)
+    def _part_slots(self, site: str, plan: Plan, rank: int) -> list[PartSlots]:
+        assert self._model is not None
+        leaves = self._model.leaves_of[site]
+        used = [segment.slot for segment in plan.segments]
+        return [self._leaf_slots(self._model.leaves[index], used, rank) for index in leaves]
+
+    def _leaf_slots(self, leaf: Leaf, used: Sequence[int], rank: int) -> PartSlots:
+        """A leaf as a rank sees it; only the first adds the bias where the engine sums what ranks compute."""
+        arrays, experts = self._rank_arrays(leaf, rank), leaf.experts
+        ranks, scales, flags = [0] * (self.slots * experts), [0.0] * (self.slots * experts), [0] * self.slots
+        for slot in used:
+            for expert, part in enumerate(self._parts[slot].get(leaf.name, ())):
+                ranks[slot * experts + expert], scales[slot * experts + expert] = part.rank, part.scale
+                flags[slot] = part.flags & ~BIAS if leaf.site.shard == "row" and rank else part.flags
+        return PartSlots(SiteSlots(arrays.a, arrays.b, ranks, scales, arrays.is_embedding), arrays.vectors, flags)
+
+    def _rank_arrays(self, leaf: Leaf, rank: int) -> LeafArrays:
+        arrays, how = self._arrays[leaf.name], leaf.site.shard
+        assert self._model is not None
+        ranks = self._model.tensor_parallel
+        if how == "none" or ranks == 1:
+            return arrays
+        if how == "row":
+            start, stop = shard(leaf.in_features, rank, ranks)
+            return arrays._replace(a=arrays.a[..., start:stop])
+        start, stop = shard(leaf.out_features, rank, ranks, leaf.part.copies)
+        vectors = None if arrays.vectors is None else arrays.vectors[..., start:stop]
+        return arrays._replace(b=arrays.b[..., start:stop], vectors=vectors)
 
 
 def _tensor(matrix: Matrix) -> Tensor:

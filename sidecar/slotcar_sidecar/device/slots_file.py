@@ -48,10 +48,10 @@ class SlotsFile:
             start = self.geometry.slot_offset(slot)
             use_huge_pages(self.memory, start, start + self.geometry.slot_bytes)
 
-    def write_parts(self, slot: SlotId, parts: Iterable[tuple[int, float]]) -> None:
-        """Writes rank and scale of each site, in the order of the model's."""
+    def write_parts(self, slot: SlotId, parts: Iterable[tuple[int, float, int]]) -> None:
+        """Writes rank, scale and flags of each leaf's experts, in the order of the model's leaves."""
         start = self.geometry.part_offset(slot, 0)
-        data = b"".join([PART.pack(rank, scale) for rank, scale in parts])
+        data = b"".join([PART.pack(*part) for part in parts])
         self.memory[start : start + len(data)] = data
 
     def close(self) -> None:

@@ -45,6 +45,8 @@ def _is_no_vanished_caller(record: logging.LogRecord) -> bool:
 def configure(log_format: str) -> None:
     """Sends all log lines to standard error in the given format."""
     logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_vanished_caller)
+    # It would tell of each change in the folder, of the log's own too.
+    logging.getLogger("watchfiles").setLevel(logging.WARNING)
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if log_format == "json" else HumanFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)

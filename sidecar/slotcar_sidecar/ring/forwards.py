@@ -7,7 +7,6 @@ mapping; it is used only while that is the session's.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 
 from slotcar.shm import region, slots
 
@@ -17,11 +16,12 @@ from slotcar_sidecar.core.calls import ForwardCall
 from slotcar_sidecar.core.errors import RequestInvalid, SiteUnknown
 from slotcar_sidecar.core.forward import ForwardItem
 from slotcar_sidecar.core.model import ModelSpec
-from slotcar_sidecar.core.tensor import ITEM_BYTES, Matrix
+from slotcar_sidecar.core.tensor import INDEX_DTYPE, ITEM_BYTES, Matrix
 from slotcar_sidecar.ring.channel import Channel
 
 _MOST_PREPARED = 512  # a decode step of a large model has about 130
 _MOST_BYTES = 1 << 20  # of payloads, so that long ones cannot make it large
+_INDEX_BYTES = 4
 
 
 class ChannelForwards:
@@ -101,34 +101,61 @@ def to_call(payload: bytes, channel: Channel, cache: AdapterCache) -> ForwardCal
 def _items(request: region.Forward, channel: Channel, model: ModelSpec) -> tuple[ForwardItem, ...]:
     if len(request.items) > len(model.sites):
         raise RequestInvalid("items", found=f"{len(request.items)} of them", wanted=f"at most {len(model.sites)}")
-    view = _tensors(channel, slots.DTYPES[request.dtype], sum(request.row_counts))
-    inputs: dict[tuple[int, int], Matrix] = {}
-    items = []
     for index, item in enumerate(request.items):
-        field = f"items[{index}]"
         if item.site >= len(model.sites):
-            raise SiteUnknown(f"{field}.site", str(item.site))
-        site = model.sites[item.site]
-        # Tensors without rows may lie at one place though they have different widths.
-        x = item.x_offset, site.in_features
-        if x not in inputs:
-            inputs[x] = view(f"{field}.x_offset", *x)
-        base = None
-        if item.base_offset != region.NO_BASE:
-            base = view(f"{field}.base_offset", item.base_offset, site.out_features)
-        out = view(f"{field}.out_offset", item.out_offset, site.out_features)
-        items.append(ForwardItem(site.name, inputs[x], base, out))
-    return tuple(items)
+            raise SiteUnknown(f"items[{index}].site", str(item.site))
+    tensors = _Tensors(channel, slots.DTYPES[request.dtype], sum(request.row_counts))
+    return tuple(
+        _item(f"items[{index}]", item, tensors, model.sites[item.site].name, model)
+        for index, item in enumerate(request.items)
+    )
 
 
-def _tensors(channel: Channel, dtype: str, rows: int) -> Callable[[str, int, int], Matrix]:
-    """Makes a matrix of `rows` rows at an offset of the arena; raises RequestInvalid for one that is not inside."""
+def _item(field: str, item: region.Item, tensors: _Tensors, site: str, model: ModelSpec) -> ForwardItem:
+    """The arena's tensors have the shapes that the site wants; whether it wants them is the core's to say."""
+    in_features, out_features = model.rank_features(site)
+    return ForwardItem(
+        site,
+        tensors.shared(f"{field}.x_offset", item.x_offset, in_features),
+        tensors.maybe(f"{field}.base_offset", item.base_offset, out_features),
+        tensors.at(f"{field}.out_offset", item.out_offset, out_features),
+        _aux(field, item, tensors, out_features),
+        tensors.dtype,
+    )
 
-    def view(field: str, offset: int, columns: int) -> Matrix:
-        end = offset + rows * columns * ITEM_BYTES[dtype]
-        if offset % region.ALIGNMENT or end > len(channel.arena):
-            wanted = f"a multiple of {region.ALIGNMENT}, and {end - offset} bytes below {len(channel.arena)}"
+
+def _aux(field: str, item: region.Item, tensors: _Tensors, out_features: int) -> Matrix | None:
+    if item.aux not in tuple(region.Aux):
+        raise RequestInvalid(f"{field}.aux", found=item.aux, wanted=f"at most {max(region.Aux)}")
+    if (item.aux == region.Aux.NONE) != (item.aux_offset == region.ABSENT):
+        raise RequestInvalid(f"{field}.aux_offset", found=item.aux_offset, wanted="one exactly when there is an aux")
+    if item.aux == region.Aux.INDICES:
+        return tensors.at(f"{field}.aux_offset", item.aux_offset, 1, INDEX_DTYPE)
+    return tensors.maybe(f"{field}.aux_offset", item.aux_offset, out_features)
+
+
+class _Tensors:
+    """Matrices of `rows` rows in the arena. Each raises RequestInvalid for an offset that is not inside."""
+
+    def __init__(self, channel: Channel, dtype: str, rows: int) -> None:
+        self.dtype = dtype
+        self._arena = channel.arena
+        self._rows = rows
+        self._shared: dict[tuple[int, int], Matrix | None] = {}
+
+    def at(self, field: str, offset: int, columns: int, dtype: str = "") -> Matrix:
+        dtype = dtype or self.dtype
+        end = offset + self._rows * columns * (_INDEX_BYTES if dtype == INDEX_DTYPE else ITEM_BYTES[dtype])
+        if offset % region.ALIGNMENT or end > len(self._arena):
+            wanted = f"a multiple of {region.ALIGNMENT}, and {end - offset} bytes below {len(self._arena)}"
             raise RequestInvalid(field, found=offset, wanted=wanted)
-        return Matrix(dtype, rows, columns, columns, channel.arena[offset:end])
+        return Matrix(dtype, self._rows, columns, columns, self._arena[offset:end])
 
-    return view
+    def maybe(self, field: str, offset: int, columns: int) -> Matrix | None:
+        return None if offset == region.ABSENT else self.at(field, offset, columns)
+
+    def shared(self, field: str, offset: int, columns: int) -> Matrix | None:
+        """The same object for the same place; tensors without rows may be there with different widths."""
+        if (offset, columns) not in self._shared:
+            self._shared[offset, columns] = self.maybe(field, offset, columns)
+        return self._shared[offset, columns]

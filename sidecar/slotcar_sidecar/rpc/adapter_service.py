@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, cast
 
 from grpc import aio
@@ -13,14 +13,15 @@ from slotcar.v1 import adapter_pb2, adapter_service_pb2_grpc
 from slotcar.v1 import adapter_service_pb2 as pb
 
 from slotcar_sidecar.cache import AdapterCache
-from slotcar_sidecar.core.calls import LoadCall, Loaded
+from slotcar_sidecar.core.calls import LoadCall, Loaded, PrefetchCall
 from slotcar_sidecar.core.errors import RequestInvalid, ShuttingDown, SourceDenied, SourceUnavailable
 from slotcar_sidecar.core.events import MAX_REPLAY
 from slotcar_sidecar.core.ids import AdapterRef
 from slotcar_sidecar.core.layout import Layout
 from slotcar_sidecar.core.ports import Upload
+from slotcar_sidecar.core.reconcile import DesiredStatus, EntryStatus, FileStatus
 from slotcar_sidecar.core.residency import Resident
-from slotcar_sidecar.rpc import convert, convert_state
+from slotcar_sidecar.rpc import convert, convert_desired, convert_state
 from slotcar_sidecar.rpc.ending import ended_by
 from slotcar_sidecar.rpc.interceptors import readable
 from slotcar_sidecar.rpc.paging import Pager
@@ -34,11 +35,13 @@ _LEAST_BYTES_PER_SECOND = 64 << 10
 class AdapterService(adapter_service_pb2_grpc.AdapterServiceServicer):
     """For operators, routers and engines."""
 
-    def __init__(self, cache: AdapterCache, heartbeat_seconds: float) -> None:
+    def __init__(self, cache: AdapterCache, heartbeat_seconds: float, desired: Callable[[], DesiredStatus]) -> None:
         self._cache = cache
+        self._desired = desired
         clock, new_id = cache.environment.clock, cache.environment.new_id
-        self._pager: Pager[tuple[Resident, bool]] = Pager(clock, new_id)
+        self._pager: Pager[tuple[Resident, adapter_pb2.Tier.ValueType]] = Pager(clock, new_id)
         self._session_pager: Pager[pb.SessionStatus] = Pager(clock, new_id)
+        self._desired_pager: Pager[EntryStatus] = Pager(clock, new_id)
         self._heartbeat_seconds = heartbeat_seconds
 
     async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Context) -> pb.LoadAdapterResponse:
@@ -47,8 +50,8 @@ class AdapterService(adapter_service_pb2_grpc.AdapterServiceServicer):
             request.source or None,
             convert.to_on_conflict(request.on_conflict),
             request.keep,
-            convert.to_in_slot("target_tier", request.target_tier),
-            convert.to_hold(request.hold, "hold.") if request.HasField("hold") else None,
+            hold=convert.to_hold(request.hold, "hold.") if request.HasField("hold") else None,
+            **convert.to_target("target_tier", request.target_tier),
         )
         with _naming_source(request.source):
             loaded = await self._cache.load(call)
@@ -112,7 +115,9 @@ class AdapterService(adapter_service_pb2_grpc.AdapterServiceServicer):
         """The fields of the answer to either kind of load."""
         return {
             "adapter": self._adapter(loaded.resident),
-            "report": convert.from_report(loaded.resident.adapter, loaded.model, self._cache.device.slot_dtype),
+            "report": convert.from_report(
+                loaded.resident.adapter, loaded.model, self._cache.device.slot_dtype, loaded.warnings
+            ),
             "layout": convert.from_version(loaded.layout),
             "already_resident": loaded.already_resident,
         }
@@ -144,13 +149,27 @@ class AdapterService(adapter_service_pb2_grpc.AdapterServiceServicer):
         if request.page_token:
             page = self._pager.next(request.page_token, request.page_size)
         else:
-            items = tuple((resident, self._is_in_host(resident)) for resident in self._cache.residency.describe_all())
+            items = tuple((resident, self._tier(resident)) for resident in self._cache.residency.describe_all())
             page = self._pager.first(items, self._cache.layout, request.page_size)
         assert isinstance(page.extra, Layout)
         return pb.ListAdaptersResponse(
-            adapters=[convert.from_resident(resident, in_host=in_host) for resident, in_host in page.items],
+            adapters=[convert.from_resident(resident, tier=tier) for resident, tier in page.items],
             next_page_token=page.next_token,
             layout=convert.from_layout(page.extra),
+        )
+
+    async def ListDesired(self, request: pb.ListDesiredRequest, context: Context) -> pb.ListDesiredResponse:
+        if request.page_token:
+            page = self._desired_pager.next(request.page_token, request.page_size)
+        else:
+            desired = self._desired()
+            page = self._desired_pager.first(desired.entries, (desired.file, self._cache.layout), request.page_size)
+        file, layout = cast(tuple[FileStatus | None, Layout], page.extra)
+        return pb.ListDesiredResponse(
+            file=convert_desired.from_file(file) if file else None,
+            adapters=map(convert_desired.from_entry, page.items),
+            next_page_token=page.next_token,
+            layout=convert.from_version(layout),
         )
 
     async def EstimateAdapter(self, request: pb.EstimateAdapterRequest, context: Context) -> pb.EstimateAdapterResponse:
@@ -165,6 +184,27 @@ class AdapterService(adapter_service_pb2_grpc.AdapterServiceServicer):
             fits=refusal is None,
             why_not=f"{refusal.reason}: {refusal.message}" if refusal else "",
             device_bytes=estimate.device_bytes,
+            layout=convert.from_version(self._cache.layout),
+        )
+
+    async def PrefetchAdapters(
+        self, request: pb.PrefetchAdaptersRequest, context: Context
+    ) -> pb.PrefetchAdaptersResponse:
+        self._cache.limits.check_entries("refs", len(request.refs))
+        refs = [AdapterRef.parse(text, f"refs[{index}]") for index, text in enumerate(request.refs)]
+        target = convert.to_target("target_tier", request.target_tier)
+        ends = await self._cache.prefetch(PrefetchCall(refs, **target))
+        return pb.PrefetchAdaptersResponse(
+            adapters=[
+                pb.PrefetchedAdapter(
+                    ref=str(end.ref),
+                    adapter=convert.from_resident(end.resident, tier=self._tier(end.resident))
+                    if end.resident
+                    else None,
+                    why_not=f"{end.refusal.reason}: {end.refusal.message}" if end.refusal else "",
+                )
+                for end in ends
+            ],
             layout=convert.from_version(self._cache.layout),
         )
 
@@ -212,10 +252,16 @@ class AdapterService(adapter_service_pb2_grpc.AdapterServiceServicer):
         return self._adapter(self._cache.residency.describe(ref))
 
     def _adapter(self, resident: Resident) -> adapter_pb2.Adapter:
-        return convert.from_resident(resident, in_host=self._is_in_host(resident), sites=True)
+        return convert.from_resident(resident, tier=self._tier(resident), sites=True, model=self._cache.model)
 
-    def _is_in_host(self, resident: Resident) -> bool:
-        return resident.adapter.digest in self._cache.tiers.host
+    def _tier(self, resident: Resident) -> adapter_pb2.Tier.ValueType:
+        """The fastest tier that has the adapter."""
+        if resident.slot is not None:
+            return adapter_pb2.TIER_DEVICE
+        digest, tiers = resident.adapter.digest, self._cache.tiers
+        if digest in tiers.host:
+            return adapter_pb2.TIER_HOST
+        return adapter_pb2.TIER_DISK if digest in tiers.disk else adapter_pb2.TIER_SOURCE
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import TypedDict, TypeVar
 
 from google.protobuf import duration_pb2, timestamp_pb2
 from slotcar.v1 import (
@@ -11,7 +11,6 @@ from slotcar.v1 import (
     adapter_service_pb2,
     engine_service_pb2,
     layout_pb2,
-    model_pb2,
     plane_pb2,
     tensor_pb2,
 )
@@ -21,15 +20,13 @@ from slotcar_sidecar.core.calls import LoadCall
 from slotcar_sidecar.core.errors import RequestInvalid
 from slotcar_sidecar.core.events import Event
 from slotcar_sidecar.core.folded import Folded
-from slotcar_sidecar.core.forward import ForwardItem
 from slotcar_sidecar.core.holds import Hold, HoldTerms
 from slotcar_sidecar.core.ids import AdapterRef, SessionId
 from slotcar_sidecar.core.layout import Layout, SlotState
 from slotcar_sidecar.core.mapping import Mapping
-from slotcar_sidecar.core.model import ModelSpec, Site
+from slotcar_sidecar.core.model import ModelSpec
 from slotcar_sidecar.core.pins import HoldOwner
 from slotcar_sidecar.core.residency import OnConflict, Resident
-from slotcar_sidecar.core.tensor import Matrix
 
 DTYPES: dict[str, tensor_pb2.Dtype.ValueType] = {
     "float32": tensor_pb2.DTYPE_FLOAT32,
@@ -41,7 +38,6 @@ PLANES: dict[str, plane_pb2.Plane.ValueType] = {
     "ring": plane_pb2.PLANE_RING,
     "direct": plane_pb2.PLANE_DIRECT,
 }
-_DTYPE_NAMES: dict[int, str] = {number: name for name, number in DTYPES.items()}
 _SLOT_STATES: dict[SlotState, layout_pb2.SlotState.ValueType] = {
     SlotState.FREE: layout_pb2.SLOT_STATE_FREE,
     SlotState.FILLING: layout_pb2.SLOT_STATE_FILLING,
@@ -58,18 +54,13 @@ _TARGET_TIERS: dict[int, bool] = {
     adapter_pb2.TIER_HOST: False,
     adapter_pb2.TIER_DEVICE: True,
 }
-_SITE_KINDS: dict[int, str] = {
-    model_pb2.SITE_KIND_UNSPECIFIED: "linear",
-    model_pb2.SITE_KIND_LINEAR: "linear",
-}
-
-_MAX_SITES = 1 << 14
 _NANOS = 10**9
 
 T = TypeVar("T")
 
 
-def _known(field: str, number: int, table: dict[int, T]) -> T:
+def known(field: str, number: int, table: dict[int, T]) -> T:
+    """What a value of an enum stands for. Raises RequestInvalid for one that the table does not have."""
     try:
         return table[number]
     except KeyError:
@@ -78,7 +69,21 @@ def _known(field: str, number: int, table: dict[int, T]) -> T:
 
 def to_in_slot(field: str, tier: int) -> bool:
     """Whether a slot is wanted; only the two fastest tiers can be asked for."""
-    return _known(field, tier, _TARGET_TIERS)
+    return known(field, tier, _TARGET_TIERS)
+
+
+class Target(TypedDict):
+    """How near bytes are wanted, as fields of a LoadCall or PrefetchCall."""
+
+    in_slot: bool
+    on_disk: bool
+
+
+def to_target(field: str, tier: int) -> Target:
+    """How near bytes are wanted."""
+    if tier == adapter_pb2.TIER_DISK:
+        return {"in_slot": False, "on_disk": True}
+    return {"in_slot": to_in_slot(field, tier), "on_disk": False}
 
 
 def to_seconds(field: str, message: object, duration: duration_pb2.Duration) -> float | None:
@@ -115,7 +120,7 @@ def from_seconds(seconds: float) -> duration_pb2.Duration:
 
 
 def to_on_conflict(number: int) -> OnConflict:
-    return _known("on_conflict", number, _ON_CONFLICT)
+    return known("on_conflict", number, _ON_CONFLICT)
 
 
 def to_upload_call(header: adapter_service_pb2.UploadHeader) -> LoadCall:
@@ -125,7 +130,7 @@ def to_upload_call(header: adapter_service_pb2.UploadHeader) -> LoadCall:
             AdapterRef.parse(header.ref),
             on_conflict=to_on_conflict(header.on_conflict),
             keep=header.keep,
-            in_slot=to_in_slot("target_tier", header.target_tier),
+            **to_target("target_tier", header.target_tier),
         )
     except RequestInvalid as error:
         raise error.at(f"header.{error.field}") from None
@@ -152,59 +157,38 @@ def from_layout(layout: Layout) -> layout_pb2.Layout:
     return layout_pb2.Layout(version=from_version(layout), slots=slots)
 
 
-def from_model(model: ModelSpec) -> model_pb2.ModelSpec:
-    sites = [
-        model_pb2.Site(
-            name=site.name,
-            in_features=site.in_features,
-            out_features=site.out_features,
-            kind=model_pb2.SITE_KIND_LINEAR,
-        )
-        for site in model.sites
-    ]
-    return model_pb2.ModelSpec(
-        sites=sites,
-        dtype=DTYPES[model.dtype] if model.dtype else tensor_pb2.DTYPE_UNSPECIFIED,
-        tensor_parallel=model.tensor_parallel,
-        fingerprint=model.fingerprint or "",
-    )
+def from_resident(
+    resident: Resident, *, tier: adapter_pb2.Tier.ValueType, sites: bool = False, model: ModelSpec | None = None
+) -> adapter_pb2.Adapter:
+    """With `sites`, also those with weights, those of the model that need the base's output, and the history.
 
-
-def to_model(spec: model_pb2.ModelSpec) -> ModelSpec:
-    if len(spec.sites) > _MAX_SITES:
-        raise RequestInvalid("model_spec.sites", found=f"{len(spec.sites)} sites", wanted=f"at most {_MAX_SITES}")
-    dtype = _DTYPE_NAMES.get(spec.dtype)
-    if dtype is None and spec.dtype != tensor_pb2.DTYPE_UNSPECIFIED:
-        raise RequestInvalid("model_spec.dtype", found=spec.dtype, wanted="a value of its enum")
-    sites = []
-    for index, site in enumerate(spec.sites):
-        field = f"model_spec.sites[{index}]"
-        kind = _known(f"{field}.kind", site.kind, _SITE_KINDS)
-        sites.append(Site.checked(field, (site.name, site.in_features, site.out_features, kind)))
-    return ModelSpec.of(
-        sites, dtype=dtype, tensor_parallel=spec.tensor_parallel or 1, fingerprint=spec.fingerprint or None
-    )
-
-
-def from_resident(resident: Resident, *, in_host: bool, sites: bool = False) -> adapter_pb2.Adapter:
+    `tier` is the fastest that has it.
+    """
     adapter = resident.adapter
-    tier = adapter_pb2.TIER_HOST if in_host else adapter_pb2.TIER_SOURCE
     return adapter_pb2.Adapter(
         name=str(resident.name),
         digest=str(adapter.digest),
         source=resident.source,
         rank=adapter.rank,
         bytes=adapter.bytes,
-        tier=tier if resident.slot is None else adapter_pb2.TIER_DEVICE,
+        tier=tier,
         slot=resident.slot,
         keep=resident.keep,
         pins=resident.pins,
-        sites=adapter.sites if sites else (),
+        sites=(adapter.sites_in(model) if model else adapter.sites) if sites else (),
+        sites_needing_base=adapter.sites_needing_base(model) if sites and model else (),
+        history=map(str, resident.history) if sites else (),
     )
 
 
-def from_report(adapter: Adapter, model: ModelSpec | None, slot_dtype: str) -> adapter_pb2.LoadReport:
-    sites = [adapter_pb2.SiteReport(name=part.site, rank=part.rank, scale=part.scale) for part in adapter.parts]
+def from_report(
+    adapter: Adapter, model: ModelSpec | None, slot_dtype: str, warnings: tuple[str, ...] = ()
+) -> adapter_pb2.LoadReport:
+    """`warnings` of the slots, behind the adapter's own."""
+    sites = [
+        adapter_pb2.SiteReport(name=part.site, rank=part.rank, scale=part.scale, needs_base=part.has_gain)
+        for part in adapter.parts
+    ]
     return adapter_pb2.LoadReport(
         rank=adapter.rank,
         bytes=adapter.bytes,
@@ -213,7 +197,7 @@ def from_report(adapter: Adapter, model: ModelSpec | None, slot_dtype: str) -> a
         fields_ignored=adapter.fields_ignored,
         file_dtype=adapter.file_dtype,
         slot_dtype=slot_dtype,
-        warnings=adapter.warnings,
+        warnings=(*adapter.warnings, *warnings),
     )
 
 
@@ -275,7 +259,7 @@ def from_mapping(
 ) -> engine_service_pb2.SetMappingResponse:
     """The answer to SetMapping: what each entry resolved to, or each target of a request that has some."""
     resolved = [
-        engine_service_pb2.ResolvedEntry(digest=entry.digest.value, slot=entry.slot)
+        engine_service_pb2.ResolvedEntry(digest=entry.digest.value, slot=entry.slot, needs_base=entry.needs_base)
         if entry
         else engine_service_pb2.ResolvedEntry()
         for entry in mapping.entries.table
@@ -284,45 +268,4 @@ def from_mapping(
         generation=mapping.generation,
         entries=resolved if request.targets else map(resolved.__getitem__, mapping.entries.indices),
         layout=from_version(layout),
-    )
-
-
-def to_matrix(field: str, tensor: tensor_pb2.TensorRef) -> Matrix:
-    if tensor.WhichOneof("storage") is None:
-        raise RequestInvalid(f"{field}.storage", found="nothing", wanted="inline")
-    data = tensor.inline
-    dtype = _DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype or "unspecified"))
-    return Matrix.checked(field, dtype, tensor.rows, tensor.columns, tensor.row_stride, data)
-
-
-def to_items(items: list[engine_service_pb2.ForwardItem]) -> list[ForwardItem]:
-    """The items of a Forward; one without x shares the Matrix of the item before."""
-    converted: list[ForwardItem] = []
-    for index, item in enumerate(items):
-        field = f"items[{index}]"
-        if item.HasField("x"):
-            x = to_matrix(f"{field}.x", item.x)
-        elif converted:
-            x = converted[-1].x
-        else:
-            raise RequestInvalid(f"{field}.x", found="nothing", wanted="a tensor")
-        adds = item.mode == engine_service_pb2.FORWARD_MODE_ADD
-        if not adds and item.mode not in (
-            engine_service_pb2.FORWARD_MODE_UNSPECIFIED,
-            engine_service_pb2.FORWARD_MODE_DELTA,
-        ):
-            raise RequestInvalid(f"{field}.mode", found=item.mode, wanted="a value of its enum")
-        if item.HasField("base") != adds:
-            raise RequestInvalid(
-                f"{field}.base", found="present" if not adds else "nothing", wanted="it in mode ADD only"
-            )
-        converted.append(ForwardItem(item.site, x, to_matrix(f"{field}.base", item.base) if adds else None))
-    return converted
-
-
-def from_matrix(matrix: Matrix) -> tensor_pb2.TensorRef:
-    """The matrix as a message; its rows must be contiguous."""
-    assert matrix.row_stride == matrix.columns
-    return tensor_pb2.TensorRef(
-        dtype=DTYPES[matrix.dtype], rows=matrix.rows, columns=matrix.columns, inline=bytes(matrix.data)
     )

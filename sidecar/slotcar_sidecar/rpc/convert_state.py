@@ -13,6 +13,8 @@ from slotcar_sidecar.core.residency import Residency
 from slotcar_sidecar.core.session import Session
 from slotcar_sidecar.rpc.convert import PLANES, from_hold_tier, from_seconds, from_version
 
+_MAX_FAILURES = 100
+
 
 def from_capacity(capacity: Capacity, layout: Layout) -> pb.GetCapacityResponse:
     slots = capacity.slots
@@ -36,6 +38,14 @@ def from_capacity(capacity: Capacity, layout: Layout) -> pb.GetCapacityResponse:
         sessions=capacity.sessions[0],
         sessions_capacity=capacity.sessions[1],
         waiting=capacity.waiting,
+        disk_bytes_used=capacity.disk.used_bytes,
+        disk_bytes_capacity=capacity.disk.capacity_bytes,
+        disk_bytes_held=capacity.disk.held_bytes,
+        restoring=capacity.restoring,
+        restore_failures=[
+            pb.RestoreFailure(ref=str(ref), why_not=why)
+            for ref, why in sorted(capacity.restore_failures.items(), key=lambda each: str(each[0]))[:_MAX_FAILURES]
+        ],
     )
 
 

@@ -17,6 +17,8 @@ from slotcar_sidecar.core.errors import RequestInvalid, ShuttingDown, VersionMis
 from slotcar_sidecar.core.ids import AdapterRef, SessionId
 from slotcar_sidecar.core.session import DEFAULT_GRACE_SECONDS, Session, SessionTerms
 from slotcar_sidecar.rpc import convert, session_calls, status
+from slotcar_sidecar.rpc.convert_forward import from_matrix, to_items
+from slotcar_sidecar.rpc.convert_model import from_model, to_model
 from slotcar_sidecar.rpc.ending import ended_by
 from slotcar_sidecar.rpc.interceptors import ErrorInterceptor, readable
 
@@ -56,7 +58,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
             self._cache.detach_session(session, attachment)
 
     def _open(self, request: pb.OpenSessionRequest) -> Session:
-        model = convert.to_model(request.model_spec) if request.HasField("model_spec") else None
+        model = to_model(request.model_spec) if request.HasField("model_spec") else None
         grace = convert.to_seconds("grace", request, request.grace)
         terms = SessionTerms(
             request.client_name,
@@ -119,7 +121,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
                 max_response_bytes=cache.limits.max_response_bytes,
                 planes=[convert.PLANES[plane] for plane in facts.planes],
             ),
-            model_spec=convert.from_model(cache.model) if cache.model else None,
+            model_spec=from_model(cache.model) if cache.model else None,
             layout=convert.from_layout(cache.layout),
             ranks=session.terms.ranks,
             reserved_slots=session.terms.reserved_slots,
@@ -181,7 +183,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
             request.mapping_id,
             request.generation,
             tuple(request.row_counts),
-            convert.to_items(list(request.items)),
+            to_items(request.items, model),
             plane,
             request.rank,
         )
@@ -195,6 +197,6 @@ def _computed(computed: Computed) -> pb.ForwardResponse:
     return pb.ForwardResponse(
         layout=convert.from_version(computed.layout),
         digests=computed.digests,
-        outputs=[convert.from_matrix(matrix) for matrix in computed.outputs],
+        outputs=[from_matrix(matrix) for matrix in computed.outputs],
         timing=timing,
     )

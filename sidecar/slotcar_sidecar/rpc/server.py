@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 
@@ -12,6 +12,7 @@ from grpc_reflection.v1alpha import reflection
 from slotcar.v1 import adapter_service_pb2, adapter_service_pb2_grpc, engine_service_pb2, engine_service_pb2_grpc
 
 from slotcar_sidecar.cache import AdapterCache
+from slotcar_sidecar.core.reconcile import DesiredStatus
 from slotcar_sidecar.rpc.adapter_service import AdapterService
 from slotcar_sidecar.rpc.engine_service import EngineService, ServerFacts
 from slotcar_sidecar.rpc.health import Health
@@ -35,8 +36,9 @@ def make_server(
     heartbeat_seconds: float,
     count: Count,
     planes: Sequence[str] = ("stream",),
+    desired: Callable[[], DesiredStatus] = DesiredStatus,
 ) -> Rpc:
-    """A server over `cache` that offers `planes`; `count` is told how each call ends."""
+    """A server over `cache` that offers `planes`; `count` is told how calls end, `desired` has what is declared."""
     errors = ErrorInterceptor(max_message_bytes, count)
     options = [
         ("grpc.so_reuseport", 0),
@@ -51,7 +53,8 @@ def make_server(
     ]
     server = aio.server(interceptors=[errors], options=options)
     facts = ServerFacts(version("slotcar"), max_message_bytes, heartbeat_seconds, tuple(planes))
-    adapter_service_pb2_grpc.add_AdapterServiceServicer_to_server(AdapterService(cache, heartbeat_seconds), server)
+    adapters = AdapterService(cache, heartbeat_seconds, desired)
+    adapter_service_pb2_grpc.add_AdapterServiceServicer_to_server(adapters, server)
     engine_service_pb2_grpc.add_EngineServiceServicer_to_server(EngineService(cache, facts, errors), server)
     servicer = Health(cache.closing)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from slotcar_sidecar.store.strict_json import parse_object
 
 _MAX_RANK = 1 << 16
 _MAX_ALPHA = 1e30
+_MAX_TARGETS = 256
+_BIASES = ("none", "all", "lora_only")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,9 @@ class LoraConfig:
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
     target_modules: frozenset[str] | None
+    target_parameters: tuple[str, ...]
+    lora_bias: bool
+    use_dora: bool
     fields_ignored: tuple[str, ...]
 
     def scale(self, rank: int, alpha: float) -> float:
@@ -45,6 +51,7 @@ def parse_config(data: bytes) -> LoraConfig:
     """Raises AdapterInvalid or AdapterUnsupported, naming the field."""
     fields = parse_object(data, CONFIG_FILE)
     _check_type(fields)
+    _check_bias(fields.get("bias"))
     ignored = sorted(shown(name) for name, value in fields.items() if _is_ignored(name, value))
     targets = fields.get("target_modules")
     return LoraConfig(
@@ -56,6 +63,9 @@ def parse_config(data: bytes) -> LoraConfig:
         target_modules=frozenset(name for name in targets if isinstance(name, str))
         if isinstance(targets, list)
         else None,
+        target_parameters=_names("target_parameters", fields.get("target_parameters")),
+        lora_bias=_flag("lora_bias", fields.get("lora_bias")),
+        use_dora=_flag("use_dora", fields.get("use_dora")),
         fields_ignored=tuple(ignored),
     )
 
@@ -66,12 +76,18 @@ def _check_type(fields: Mapping[str, Any]) -> None:
         raise _malformed("peft_type", found, '"LORA"')
     if found != "LORA":
         raise unsupported(
-            f"{CONFIG_FILE} has peft_type {shown(found)}: only LORA is served",
+            f"{CONFIG_FILE} has peft_type {shown(found)}: only LORA is served; merge the adapter into the base model",
             file=CONFIG_FILE,
             field="peft_type",
             found=found,
             wanted="LORA",
         )
+
+
+def _check_bias(value: object) -> None:
+    """Whether there are biases is what the tensors say, but it must be a way to train them that is known."""
+    if value not in (None, *_BIASES):
+        raise _malformed("bias", value, " or ".join(_BIASES))
 
 
 def _is_ignored(name: str, value: object) -> bool:
@@ -135,6 +151,13 @@ def _flag(name: str, value: object) -> bool:
     return bool(value)
 
 
+def _names(name: str, value: object) -> tuple[str, ...]:
+    names = [] if value is None else value
+    if not isinstance(names, list) or len(names) > _MAX_TARGETS or not all(isinstance(text, str) for text in names):
+        raise _malformed(name, value, f"a list of at most {_MAX_TARGETS} names")
+    return tuple(names)
+
+
 def _rank(name: str, value: object) -> int:
     if type(value) is not int or not 1 <= value <= _MAX_RANK:
         raise _malformed(name, value, f"an integer from 1 to {_MAX_RANK}")
@@ -149,8 +172,9 @@ def _alpha(name: str, value: object) -> float:
 
 def _malformed(name: str, value: object, wanted: str) -> AdapterInvalid:
     what = "nothing" if value is None else value
+    said = json.dumps(value) if isinstance(value, str) else what
     return invalid(
-        f"{CONFIG_FILE} has {shown(what)} for {name}, wanted {wanted}",
+        f"{CONFIG_FILE} has {shown(said)} for {name}, wanted {wanted}",
         file=CONFIG_FILE,
         field=name,
         found=what,

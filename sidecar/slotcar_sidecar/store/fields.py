@@ -10,8 +10,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-# They give the result; `config.py` reads them.
-EFFECTIVE = frozenset({"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"})
+# They give the result; `config.py` reads them: name → what becomes of it.
+EFFECTIVE: Mapping[str, str] = MappingProxyType(
+    {
+        "peft_type": "`LORA`; any other is refused",
+        "r": "the rank, which the tensors must have",
+        "lora_alpha": "the scale is `lora_alpha / r`",
+        "use_rslora": "the scale is `lora_alpha / √r`",
+        "rank_pattern": "the rank of the modules that a pattern matches",
+        "alpha_pattern": "the same for `lora_alpha`",
+        "bias": "`all` and `lora_only` with `--base-model`, for the modules that have LoRA weights",
+        "lora_bias": "the bias of `lora_B` is added, scaled",
+        "use_dora": "with `--base-model`; not on experts",
+        "target_parameters": "says which parameters of experts the tensors are for",
+    }
+)
 
 # They cannot change the result, as tensor keys say which modules have weights: name → PEFT's default.
 WITHOUT_EFFECT: Mapping[str, object] = MappingProxyType(
@@ -61,18 +74,14 @@ REFUSED: Mapping[str, Refused] = MappingProxyType(
     {
         "alora_invocation_tokens": Refused("an activated LoRA applies only after its invocation tokens"),
         "arrow_config": Refused("Arrow routes each token among several adapters"),
-        "bias": Refused("biases of the base model were trained too", _FULL_WEIGHTS, default="none"),
         "enable_lora": Refused("a merged linear layer has LoRA on some of its parts only"),
         "kasa_config": Refused("KaSA alters the base weights"),
         "layer_replication": Refused("the model has repeated layers, which the base model has not"),
-        "lora_bias": Refused("the adapter adds a bias of its own"),
         "megatron_config": Refused("Megatron's parallel layers are sharded"),
         "modules_to_save": Refused("whole modules of the base model were trained too", _FULL_WEIGHTS),
         "monteclora_config": Refused("MonteCLoRA samples its weights"),
-        "target_parameters": Refused("expert weights need rows per expert", "train it on linear modules"),
         "trainable_token_indices": Refused("rows of the embedding were trained too", _FULL_WEIGHTS),
         "use_bdlora": Refused("BD-LoRA has block-diagonal matrices"),
-        "use_dora": Refused("DoRA rescales the base weights", "merge it into the base model, or train plain LoRA"),
         "use_qalora": Refused("QALoRA pools its input"),
         "velora_config": Refused("VeLoRA is a variant that is not known to be plain LoRA when served"),
     }

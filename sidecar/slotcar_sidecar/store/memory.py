@@ -23,9 +23,9 @@ def private_memory(size: int) -> memoryview:
     return memoryview(pages)
 
 
-def read_into(descriptor: int, memory: memoryview) -> int:
-    """Reads a file from its start until `memory` is full or the file ends; says how many bytes came. Raises OSError."""
+def read_into(descriptor: int, memory: memoryview, start: int = 0) -> int:
+    """Reads a file from `start` until `memory` is full or the file ends; says how many bytes came. Raises OSError."""
     size = 0
-    while count := os.preadv(descriptor, [memory[size:]], size):
+    while count := os.preadv(descriptor, [memory[size:]], start + size):
         size += count
     return size

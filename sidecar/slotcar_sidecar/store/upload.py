@@ -9,6 +9,7 @@ import io
 
 from slotcar_sidecar.core.errors import DigestMismatch, RequestInvalid
 from slotcar_sidecar.core.ids import Digest
+from slotcar_sidecar.store.base_model import BaseModel
 from slotcar_sidecar.store.faults import CONFIG_FILE, WEIGHTS_FILE
 from slotcar_sidecar.store.peft import read_peft
 from slotcar_sidecar.store.sizes import check_sizes
@@ -21,12 +22,15 @@ class Upload:
     Not safe for threads. After a refusal it is of no more use.
     """
 
-    def __init__(self, config_bytes: int, weights_bytes: int, max_adapter_bytes: int) -> None:
+    def __init__(
+        self, config_bytes: int, weights_bytes: int, max_adapter_bytes: int, base: BaseModel | None = None
+    ) -> None:
         """Takes the sizes that the caller declares. Raises RequestInvalid for none, CapacityExceeded for too large."""
         self._config = _Part("config", CONFIG_FILE, config_bytes)
         self._weights = _Part("weights", WEIGHTS_FILE, weights_bytes)
         check_sizes(config_bytes, weights_bytes, max_adapter_bytes)
         self._has_weights = False
+        self._base = base
 
     def add_config(self, chunk: bytes) -> None:
         """Appends to adapter_config.json. Raises RequestInvalid once weights came, and for more than was declared."""
@@ -50,7 +54,7 @@ class Upload:
         """
         self._config.check_whole()
         self._weights.check_whole()
-        weights = read_peft(self._config.take(), self._weights.take(), source="")
+        weights = read_peft(self._config.take(), self._weights.take(), source="", base=self._base)
         found = weights.adapter.digest
         if wanted is not None and found != wanted:
             raise DigestMismatch("the upload", found=found, wanted=wanted)

@@ -61,7 +61,7 @@ def public(kind: type) -> set[str]:
 
 
 def test_it_has_the_methods_of_the_other_face_with_their_parameters() -> None:
-    sync_only = {"rows", "follow_rows", "unfollow_rows", "sites_of", "ranks", "reserved_slots"}
+    sync_only = {"rows", "follow_rows", "unfollow_rows", "sites_of", "sites_needing_base", "ranks", "reserved_slots"}
     sync_only |= {"transport", "transport_reason", "forward_async"}
     own = {name for kind in Session.__mro__[:-1] for name in public(kind)}
     assert public(aio.AsyncSession) == own - sync_only

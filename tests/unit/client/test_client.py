@@ -70,11 +70,13 @@ def test_capacity_has_every_number(client: Client) -> None:
 def test_a_load_says_where_the_adapter_is_wanted(client: Client, adapters: FakeAdapters) -> None:
     client.load("sql", "/a")
     client.load("sql", "/a", tier="host", digest=A, replace=True)
-    first, second = adapters.calls
+    client.load("sql", "/a", tier="disk")
+    first, second, third = adapters.calls
+    assert third.target_tier == adapter_pb2.TIER_DISK
     assert (first.target_tier, first.ref, first.HasField("hold")) == (adapter_pb2.TIER_DEVICE, "sql", False)
     assert (second.target_tier, second.ref) == (adapter_pb2.TIER_HOST, f"sql@{A}")
     with pytest.raises(RequestInvalid):
-        client.load("sql", "/a", tier="disk")
+        client.load("sql", "/a", tier="tape")
 
 
 def test_a_load_and_its_hold_are_one_step(client: Client, adapters: FakeAdapters) -> None:

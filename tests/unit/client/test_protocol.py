@@ -151,7 +151,7 @@ def forward_pair() -> tuple[engine_service_pb2.ForwardRequest, engine_service_pb
     ref = tensor_pb2.TensorRef(dtype=tensor_pb2.DTYPE_FLOAT32, rows=3, columns=4)
     item = engine_service_pb2.ForwardItem(site="q", x=ref)
     return (
-        engine_service_pb2.ForwardRequest(items=[item]),
+        engine_service_pb2.ForwardRequest(items=[item], row_counts=[2, 1]),
         engine_service_pb2.ForwardResponse(layout=VERSION, digests=[A, ""], outputs=[ref]),
     )
 

@@ -7,7 +7,6 @@ from slotcar_sidecar.core.errors import ModelMismatch, RequestInvalid, ShapeMism
 from slotcar_sidecar.core.ids import AdapterName, AdapterRef, Digest, SlotId
 from slotcar_sidecar.core.marks import Marks
 from slotcar_sidecar.core.model import ModelSpec, Site
-from slotcar_sidecar.core.policy import least_recently_used
 from slotcar_sidecar.core.tensor import Matrix
 
 DIGEST = "sha256:" + "0" * 64
@@ -48,7 +47,7 @@ def test_a_model_spec_survives_a_round_trip() -> None:
     spec = ModelSpec.of([Site("b", 2, 3), Site("a", 1, 1)], dtype="bfloat16", fingerprint="f")
     assert ModelSpec.from_dict(spec.to_dict()) == spec
     assert [site.name for site in spec.sites] == ["a", "b"]
-    assert spec.slot_bytes(max_rank=4, item_bytes=2) == (1 + 1 + 2 + 3) * 4 * 2
+    assert spec.slot_bytes(max_rank=4, item_bytes=2) == (1 + 1 + 2 + 3) * 4 * 2 + (1 + 3) * 2 * 4
 
 
 @pytest.mark.parametrize(
@@ -68,7 +67,7 @@ def test_a_model_spec_survives_a_round_trip() -> None:
         ({"sites": [A_SITE], "dtype": "int8"}, "model_spec.dtype"),
         ({"sites": [A_SITE], "fingerprint": 1}, "model_spec.fingerprint"),
         ({"sites": [A_SITE], "extra": 1}, "model_spec.extra"),
-        ({"sites": [A_SITE], "tensor_parallel": 2}, "model_spec.tensor_parallel"),
+        ({"sites": [A_SITE], "tensor_parallel": 0}, "model_spec.tensor_parallel"),
     ],
 )
 def test_a_model_spec_that_is_none_is_refused_by_field(data: object, field: str) -> None:
@@ -103,13 +102,6 @@ def test_a_matrix_needs_exactly_its_bytes() -> None:
         with pytest.raises(ShapeMismatch) as refusal:
             Matrix.checked("x", dtype, rows, 3, stride, bytes(size))
         assert refusal.value.field == field
-
-
-def test_the_least_recently_used_slot_gives_way() -> None:
-    s0, s1, s2 = map(SlotId, range(3))
-    assert least_recently_used([], {}) is None
-    assert least_recently_used([s0, s1, s2], {s0: 5, s1: 3, s2: 4}) == s1
-    assert least_recently_used([s2, s1], {s0: 5}) == s1
 
 
 def test_the_last_reader_wakes_the_writer_once() -> None:

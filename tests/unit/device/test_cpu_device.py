@@ -86,9 +86,9 @@ def test_is_a_device() -> None:
 
 def test_slot_bytes() -> None:
     assert CpuDevice(3, MAX_RANK).slot_bytes() == 0
-    columns = 33 + 18 + 40 + 33 + 33 + 40
-    assert device().slot_bytes() == 4 * MAX_RANK * columns == MODEL.slot_bytes(MAX_RANK, 4)
-    assert device("bfloat16").slot_bytes() == 2 * MAX_RANK * columns
+    columns, vectors = 33 + 18 + 40 + 33 + 33 + 40, 2 * 4 * (18 + 33 + 40)
+    assert device().slot_bytes() == 4 * MAX_RANK * columns + vectors == MODEL.slot_bytes(MAX_RANK, 4)
+    assert device("bfloat16").slot_bytes() == 2 * MAX_RANK * columns + vectors
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
@@ -145,11 +145,11 @@ def test_a_refill_leaves_nothing_of_the_larger_adapter_before() -> None:
     target.fill(A, NARROW)
     assert target.matches(A, NARROW)
     assert_computes(target, [Rows(A, 3, NARROW)])
-    for slots in (*target._a.values(), *target._b.values()):
+    for slots in (array for arrays in target._arrays.values() for array in (arrays.a, arrays.b)):
         assert not slots[A, 3:16].any()
         assert slots[A, 16:].isnan().all()
     for site in ("k", "o"):
-        assert not target._a[site][A, :16].any(), "a site that is not targeted is zero"
+        assert not target._arrays[site].a[A, :16].any(), "a site that is not targeted is zero"
 
 
 def test_evict_and_reload_give_the_same_bytes_and_results_in_any_slot() -> None:
@@ -174,12 +174,12 @@ def test_a_fill_touches_no_other_slot() -> None:
     assert target.matches(C, OTHER)
 
 
-@pytest.mark.parametrize("column", ["_a", "_b"])
+@pytest.mark.parametrize("column", ["a", "b"])
 @pytest.mark.parametrize(("site", "row"), [("q", 0), ("q", 2), ("q", 3), ("q", 15), ("k", 0), ("o", 15)])
 def test_one_wrong_value_is_found(column: str, site: str, row: int) -> None:
     target = device()
     target.fill(B, NARROW)
-    getattr(target, column)[site][B, row, 5] += 1e-6
+    getattr(target._arrays[site], column)[B, row, 5] += 1e-6
     assert not target.matches(B, NARROW)
 
 
@@ -233,7 +233,7 @@ def test_items_that_share_an_input_share_its_tensor_and_keep_their_order() -> No
     twin = replace(shared)
     items = [ForwardItem("k", shared), ForwardItem("o", own), ForwardItem("q", shared), ForwardItem("q", twin)]
     batch = target.prepare([(A, 2)], items)
-    assert len(batch.calls) == 3
+    assert len(batch.forward.launches) == 3
     for item, found in zip(items, target.execute(batch), strict=True):
         assert_close(to_tensor(found), truth(WIDE, item.site, item.x))
 
@@ -280,7 +280,7 @@ def test_the_largest_values_fit() -> None:
     largest = with_value(NARROW, "a", "q", 65_519.0)
     target.fill(A, largest)
     assert target.matches(A, largest)
-    assert target._a["q"][A, 1, 1] == 65_504
+    assert target._arrays["q"].a[A, 1, 1] == 65_504
     wide = device("bfloat16")
     wide.fill(A, with_value(NARROW, "a", "q", 3.3e38))
     with pytest.raises(AdapterInvalid, match="bfloat16"):
@@ -307,7 +307,7 @@ def test_the_padded_rank_ends_at_the_largest_rank(max_rank: int) -> None:
     weights = fake_weights(MODEL, {"k": max_rank, "q": 1})
     target.fill(B, weights)
     assert target.matches(B, weights)
-    assert target._a["q"][A].isnan().all()
+    assert target._arrays["q"].a[A].isnan().all()
     x = random_matrix(2, 33)
     (found,) = target.execute(target.prepare([(B, 2)], [ForwardItem("k", x)]))
     assert_close(to_tensor(found), truth(weights, "k", x))

@@ -12,8 +12,8 @@ from slotcar_sidecar.core.forward import ForwardItem
 from slotcar_sidecar.core.ids import SlotId
 from slotcar_sidecar.core.tensor import Matrix
 from slotcar_sidecar.device.cpu import CpuDevice
-from slotcar_sidecar.rpc.convert import to_model
-from slotcar_sidecar.store.source import LocalSource
+from slotcar_sidecar.rpc.convert_model import to_model
+from slotcar_sidecar.store.sources.local import LocalSource
 
 from tests.adapters import make_adapter, peft_deltas
 from tests.unit.store.test_peft import VARIANTS

@@ -11,7 +11,7 @@ from safetensors.torch import save
 from slotcar_sidecar.core.errors import AdapterInvalid, AdapterUnsupported, RequestInvalid
 from slotcar_sidecar.core.ids import SlotId
 from slotcar_sidecar.core.model import ModelSpec, Site
-from slotcar_sidecar.store.source import LocalSource
+from slotcar_sidecar.store.sources.local import LocalSource
 
 from tests.adapters import MINIMAL_CONFIG, WEIGHTS_FILE, raw_tensors, write_raw_adapter
 from tests.fakes.parts import Weights, make_bench

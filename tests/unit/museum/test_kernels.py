@@ -63,8 +63,8 @@ def test_padded_ranks_hold_nothing_of_the_evicted_adapter() -> None:
     target.fill(slot, small)
     assert target.matches(slot, small)
     for site in ("k", "q"):
-        assert not target._a[site][slot, 3:16].any()
-        assert not target._b[site][slot, 3:16].any()
+        assert not target._arrays[site].a[slot, 3:16].any()
+        assert not target._arrays[site].b[slot, 3:16].any()
 
 
 @pytest.mark.parametrize("entries", [[], [(0, 0)], [(None, 0), (4, 0)], [(5, 2)], [(None, 3)], [(4, 0), (None, 1)]])

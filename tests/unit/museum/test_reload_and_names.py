@@ -22,7 +22,7 @@ from tests.unit.museum.shared import SPEC, delta, device, digest, start_load_fro
 async def test_new_bytes_under_an_old_name_are_never_the_old() -> None:
     """vllm#42125, sglang#8263. New bytes are a conflict or a replacement, and what was read is known by its digest.
 
-    To see it fail: leave the comparison with `wanted` out of SourceAndHost.from_source.
+    To see it fail: leave the comparison with `wanted` out of StoreTiers.from_source.
     """
     bench = make_bench(3)
     await loaded(bench, "a", "old")
@@ -118,7 +118,7 @@ async def test_a_reload_without_a_file_or_without_room_leaves_the_old() -> None:
 async def test_the_source_is_not_read_again_at_every_step() -> None:
     """SkyRL#1606. A replacement is read once, however often it is mapped, computed and loaded by its name.
 
-    To see it fail: leave out from_host in Loads._bytes_of.
+    To see it fail: leave out from_host in Reads._nearby.
     """
     bench = make_bench(2)
     await loaded(bench, "a", "old")

@@ -17,7 +17,7 @@ from slotcar_sidecar.core.errors import (
 )
 from slotcar_sidecar.core.ids import AdapterName
 from slotcar_sidecar.rpc.convert import to_upload_call
-from slotcar_sidecar.store.source import LocalSource
+from slotcar_sidecar.store.sources.local import LocalSource
 
 from tests.adapters import MINIMAL_CONFIG, WEIGHTS_FILE, raw_tensors, write_raw_adapter
 from tests.fakes.parts import make_bench
@@ -127,4 +127,9 @@ async def test_an_unload_deletes_no_file() -> None:
     with pytest.raises(RequestInvalid):
         ref("../../adapters/a")
     assert bench.source.contents == {"/a": "a"}
-    assert {name for name in dir(LocalSource) if not name.startswith("_")} == {"canonical", "read", "version"}
+    assert {name for name in dir(LocalSource) if not name.startswith("_")} == {
+        "canonical",
+        "is_remote",
+        "read",
+        "version",
+    }

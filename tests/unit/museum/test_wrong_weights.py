@@ -96,7 +96,7 @@ def test_an_adapter_without_a_module_does_not_inherit_the_evicted_ones() -> None
     target, slot = device(), SlotId(0)
     target.fill(slot, fake_weights(SPEC, {"k": 8, "q": 8}, seed=1))
     target.fill(slot, fake_weights(SPEC, {"q": 4}, seed=2))
-    assert not target._a["k"][slot, :8].any()
+    assert not target._arrays["k"].a[slot, :8].any()
     _, found = delta(target, 0, SPEC.by_name["k"])
     assert not found.any()
 

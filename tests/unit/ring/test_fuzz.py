@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from slotcar.shm import region
-from slotcar.shm.region import NO_BASE, Item, Kind
+from slotcar.shm.region import ABSENT, Item, Kind
 from slotcar_sidecar.core.pins import MappingOwner
 
 from tests.unit.ring.raw import ARENA_BYTES, RawClient, Refused, forward_request, hello, mapping_request
@@ -30,7 +30,7 @@ Act = Callable[[RawClient, int], None]
 U32 = st.integers(0, (1 << 32) - 1)
 U64 = st.integers(0, (1 << 64) - 1)
 FEW = st.integers(0, 40)
-OFFSET = st.sampled_from([0, 4, 64, OUT, ARENA_BYTES - 64, ARENA_BYTES, (1 << 63), (1 << 64) - 64, NO_BASE]) | U64
+OFFSET = st.sampled_from([0, 4, 64, OUT, ARENA_BYTES - 64, ARENA_BYTES, (1 << 63), (1 << 64) - 64, ABSENT]) | U64
 NEAR = st.integers(-3, 40)
 """A distance from what is right."""
 

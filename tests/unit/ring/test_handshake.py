@@ -15,7 +15,7 @@ import pytest
 from slotcar.shm import region, slots
 from slotcar.shm.handshake import MESSAGE_BYTES
 from slotcar.shm.region import Kind
-from slotcar.shm.slots import SlotsGeometry
+from slotcar.shm.slots import LeafShape, SlotsGeometry
 from slotcar_sidecar.core.errors import RequestInvalid
 from slotcar_sidecar.core.session import Session
 from slotcar_sidecar.ring import handshake
@@ -58,7 +58,7 @@ async def test_a_ring_has_a_region(world: World) -> None:
 async def test_direct_has_the_slots_too(world: World) -> None:
     session = world.session(ranks=3)
     client = await world.connect(session, "direct", rank=2)
-    geometry = SlotsGeometry(3, RANK, "float32", [(s.in_features, s.out_features) for s in MODEL.sites])
+    geometry = SlotsGeometry(3, RANK, "float32", [LeafShape(s.in_features, s.out_features) for s in MODEL.sites])
     assert client.opened.slots_bytes == geometry.total_bytes
     data = os.pread(client.descriptors[3], geometry.total_bytes, 0)
     geometry.check(memoryview(data), EPOCH)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from google.protobuf import duration_pb2
 from slotcar.shm import region
-from slotcar.shm.region import NO_BASE, Item, Kind, fingerprint
+from slotcar.shm.region import ABSENT, Item, Kind, fingerprint
 from slotcar.v1 import engine_service_pb2 as pb
 from slotcar_sidecar.core.calls import LoadCall
 from slotcar_sidecar.core.events import EventKind
@@ -50,7 +50,7 @@ async def test_sites_that_share_an_input_go_in_one_call(world: World) -> None:
     x, wide = rows_of(1, 2, 32), rows_of(2, 2, 48)
     client.put(0, x)
     client.put(1024, wide)
-    items = [Item(Q, 0, NO_BASE, 4096), Item(K, 0, NO_BASE, 8192), Item(DOWN, 1024, NO_BASE, 12288)]
+    items = [Item(Q, 0, ABSENT, 4096), Item(K, 0, ABSENT, 8192), Item(DOWN, 1024, ABSENT, 12288)]
     await world.call(client, Kind.FORWARD, forward_request(generation, [2], items))
     for site, x_there, offset, columns in ((Q, x, 4096, 32), (K, x, 8192, 16), (DOWN, wide, 12288, 32)):
         wanted = world.wanted(["sql", "sql"], site, x_there)
@@ -87,7 +87,7 @@ async def test_every_dtype_of_the_layout(world: World) -> None:
 async def test_no_rows_are_no_fault(world: World) -> None:
     """All tensors may lie at one place then, whatever their width."""
     client, generation = await mapped(world, "sql")
-    items = [Item(site, 0, NO_BASE, 0) for site in (DOWN, K, Q)]
+    items = [Item(site, 0, ABSENT, 0) for site in (DOWN, K, Q)]
     await world.call(client, Kind.FORWARD, forward_request(generation, [0], items))
 
 
@@ -107,7 +107,7 @@ async def test_another_payload_is_another_call(world: World) -> None:
     x = rows_of(1, 3, 32)
     client.put(0, x)
     for counts, names in (([1, 2], ["sql", "chat", "chat"]), ([2, 1], ["sql", "sql", "chat"])):
-        await world.call(client, Kind.FORWARD, forward_request(generation, counts, [Item(Q, 0, NO_BASE, OUT)]))
+        await world.call(client, Kind.FORWARD, forward_request(generation, counts, [Item(Q, 0, ABSENT, OUT)]))
         np.testing.assert_allclose(client.get(OUT, (3, 32)), world.wanted(names, Q, x), atol=TOLERANCE)
     assert world.device.prepared == 2
 
@@ -116,7 +116,7 @@ async def test_the_number_of_prepared_calls_is_bounded(world: World, monkeypatch
     monkeypatch.setattr("slotcar_sidecar.ring.forwards._MOST_PREPARED", 2)
     client, generation = await mapped(world, "sql")
     for offset in (0, 1024, 2048, 2048, 0):
-        payload = forward_request(generation, [1], [Item(Q, offset, NO_BASE, OUT)])
+        payload = forward_request(generation, [1], [Item(Q, offset, ABSENT, OUT)])
         await world.call(client, Kind.FORWARD, payload)
     assert world.device.prepared == 4
 
@@ -193,20 +193,20 @@ BAD_FORWARDS: dict[str, tuple[dict[str, Any], str, str]] = {
     "an unknown mapping": ({"mapping_id": 9}, "MAPPING_NOT_FOUND", ""),
     "another generation": ({"generation": 1 << 63}, "LAYOUT_STALE", ""),
     "no item": ({"items": []}, "REQUEST_INVALID", "items"),
-    "a site twice": ({"items": [Item(Q, 0, NO_BASE, OUT)] * 2}, "REQUEST_INVALID", "items[1].site"),
-    "more items than sites": ({"items": [Item(Q, 0, NO_BASE, OUT)] * 4}, "REQUEST_INVALID", "items"),
-    "an unknown site": ({"items": [Item(3, 0, NO_BASE, OUT)]}, "SITE_UNKNOWN", "items[0].site"),
+    "a site twice": ({"items": [Item(Q, 0, ABSENT, OUT)] * 2}, "REQUEST_INVALID", "items[1].site"),
+    "more items than sites": ({"items": [Item(Q, 0, ABSENT, OUT)] * 4}, "REQUEST_INVALID", "items"),
+    "an unknown site": ({"items": [Item(3, 0, ABSENT, OUT)]}, "SITE_UNKNOWN", "items[0].site"),
     "an unknown dtype": ({"dtype": 3}, "REQUEST_INVALID", "dtype"),
     "too few counts": ({"row_counts": []}, "SHAPE_MISMATCH", "row_counts"),
     "too many counts": ({"row_counts": [1, 1]}, "SHAPE_MISMATCH", "row_counts"),
     "too many entries": ({"row_counts": [0] * 4097}, "REQUEST_INVALID", "row_counts"),
     "too many rows": ({"row_counts": [(1 << 32) - 1]}, "REQUEST_INVALID", "items[0].x_offset"),
-    "x out of line": ({"items": [Item(Q, 4, NO_BASE, OUT)]}, "REQUEST_INVALID", "items[0].x_offset"),
-    "x at the end": ({"items": [Item(Q, 1 << 16, NO_BASE, OUT)]}, "REQUEST_INVALID", "items[0].x_offset"),
-    "x beyond": ({"items": [Item(Q, HUGE, NO_BASE, OUT)]}, "REQUEST_INVALID", "items[0].x_offset"),
-    "x over the end": ({"items": [Item(Q, (1 << 16) - 64, NO_BASE, OUT)]}, "REQUEST_INVALID", "items[0].x_offset"),
+    "x out of line": ({"items": [Item(Q, 4, ABSENT, OUT)]}, "REQUEST_INVALID", "items[0].x_offset"),
+    "x at the end": ({"items": [Item(Q, 1 << 16, ABSENT, OUT)]}, "REQUEST_INVALID", "items[0].x_offset"),
+    "x beyond": ({"items": [Item(Q, HUGE, ABSENT, OUT)]}, "REQUEST_INVALID", "items[0].x_offset"),
+    "x over the end": ({"items": [Item(Q, (1 << 16) - 64, ABSENT, OUT)]}, "REQUEST_INVALID", "items[0].x_offset"),
     "base beyond": ({"items": [Item(Q, 0, HUGE, OUT)]}, "REQUEST_INVALID", "items[0].base_offset"),
-    "out beyond": ({"items": [Item(Q, 0, NO_BASE, HUGE)]}, "REQUEST_INVALID", "items[0].out_offset"),
+    "out beyond": ({"items": [Item(Q, 0, ABSENT, HUGE)]}, "REQUEST_INVALID", "items[0].out_offset"),
 }
 
 
@@ -214,7 +214,7 @@ BAD_FORWARDS: dict[str, tuple[dict[str, Any], str, str]] = {
 async def test_a_bad_forward_is_refused_and_the_ring_goes_on(world: World, case: str) -> None:
     changes, reason, field = BAD_FORWARDS[case]
     client, generation = await mapped(world, "sql")
-    sound = {"generation": generation, "row_counts": [1], "items": [Item(Q, 0, NO_BASE, OUT)]}
+    sound = {"generation": generation, "row_counts": [1], "items": [Item(Q, 0, ABSENT, OUT)]}
     with pytest.raises(Refused) as refused:
         await world.call(client, Kind.FORWARD, forward_request(**sound | changes))
     assert (refused.value.reason, refused.value.error.metadata.get("field", "")) == (reason, field)

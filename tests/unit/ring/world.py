@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from slotcar.shm.region import NO_BASE, Item, Kind
+from slotcar.shm.region import ABSENT, Item, Kind
 from slotcar.v1 import engine_service_pb2 as pb
 from slotcar_kernels.reference import lora_delta
 from slotcar_sidecar.cache import AdapterCache
@@ -32,8 +32,9 @@ from slotcar_sidecar.ring.handshake import Handshakes
 from slotcar_sidecar.ring.rings import RingLimits, Rings, SlotsDescriptor, Surroundings
 from slotcar_sidecar.ring.thread import RingThread
 from slotcar_sidecar.sockets import listen_for_handshakes
+from slotcar_sidecar.store.disk.tier import NoDisk
 from slotcar_sidecar.store.host import HostTierLru
-from slotcar_sidecar.store.tiers import SourceAndHost
+from slotcar_sidecar.store.tiers import StoreTiers
 
 from tests.fakes.parts import Clock, InlineExecutor, SilentObserver
 from tests.fakes.weights import FakeWeights, fake_weights
@@ -55,6 +56,9 @@ class MemorySource:
 
     def canonical(self, uri: str) -> str:
         return uri
+
+    def is_remote(self, uri: str) -> bool:
+        return False
 
     def version(self, uri: str) -> str:
         return uri
@@ -100,12 +104,14 @@ class World:
     def _make_cache(self) -> AdapterCache:
         events, host, numbers = EventLog(self.clock), HostTierLru(1 << 24), iter(range(1, 1 << 30))
         pool = InlineExecutor()
+        environment = Environment(pool, pool, pool, self.clock, lambda: f"{next(numbers):08}", self.observer)
+        tiers = StoreTiers(self.source, host, NoDisk(), environment, 1 << 20)
         return AdapterCache(
-            Residency(Layout.empty(Epoch(EPOCH), self.slots), events, host.drop, max_names=64),
+            Residency(Layout.empty(Epoch(EPOCH), self.slots), events, tiers.forget, max_names=64),
             Sessions(max_sessions=64, max_mappings=8),
-            SourceAndHost(self.source, host, 1 << 20, pool, self.observer, self.clock),
+            tiers,
             self.device,
-            Environment(pool, pool, self.clock, lambda: f"{next(numbers):08}", self.observer),
+            environment,
             Limits(1 << 30, 4096, 1 << 12, 1 << 20, 8, IDLE_SECONDS),
         )
 
@@ -198,9 +204,11 @@ class StepDevice(CpuDevice):
         self.before_kernel: Callable[[], object] = lambda: None
         self.prepared = 0
 
-    def prepare(self, entries: Sequence[tuple[SlotId | None, int]], items: Sequence[ForwardItem]) -> CpuBatch:
+    def prepare(
+        self, entries: Sequence[tuple[SlotId | None, int]], items: Sequence[ForwardItem], rank: int = 0
+    ) -> CpuBatch:
         self.prepared += 1
-        return super().prepare(entries, items)
+        return super().prepare(entries, items, rank)
 
     def execute(self, batch: Batch) -> tuple[Matrix, ...]:
         self.before_kernel()
@@ -222,4 +230,4 @@ def rows_of(seed: int, count: int, features: int) -> np.ndarray:
 
 def one_row_each(generation: int, count: int, site: int = Q, **fields: Any) -> bytes:
     """A Forward of one row for each of `count` entries: x at 0, the result at OUT."""
-    return forward_request(generation, [1] * count, [Item(site, 0, NO_BASE, OUT)], **fields)
+    return forward_request(generation, [1] * count, [Item(site, 0, ABSENT, OUT)], **fields)

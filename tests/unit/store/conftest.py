@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from slotcar_sidecar.store.source import LocalSource
+from slotcar_sidecar.store.sources.local import LocalSource
 
 from tests.adapters import MINIMAL_CONFIG, raw_tensors, write_raw_adapter
 

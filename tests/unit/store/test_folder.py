@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from slotcar_sidecar.core.errors import SlotcarError, SourceDenied, SourceUnavailable
-from slotcar_sidecar.store.folder import FileVersion, Folder, folder_beneath
-from slotcar_sidecar.store.source import LocalSource
+from slotcar_sidecar.store.sources.folder import FileVersion, Folder, folder_beneath
+from slotcar_sidecar.store.sources.local import LocalSource
 
 from tests.adapters import CONFIG_FILE, WEIGHTS_FILE
 
@@ -143,7 +143,8 @@ def test_a_file_that_changes_between_look_and_read(
     change: Callable[[Path], None], error: type[SlotcarError], name: str, root: Path
 ) -> None:
     with folder_beneath(root, ("good",)) as folder:
-        version = dict(zip((CONFIG_FILE, WEIGHTS_FILE), folder.versions(), strict=True))[name]
+        version = folder.version(name)
+        assert version is not None
         change(root / "good" / name)
         with pytest.raises(error):
             folder.read(name, version)
@@ -151,7 +152,8 @@ def test_a_file_that_changes_between_look_and_read(
 
 def test_a_file_that_is_written_while_it_is_read(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with folder_beneath(root, ("good",)) as folder:
-        config, _ = folder.versions()
+        config = folder.version(CONFIG_FILE)
+        assert config is not None
         looks: list[int] = []
         fstat = os.fstat
 
@@ -184,10 +186,11 @@ def test_two_files_of_different_saves_are_not_mixed(
 
 def test_a_folder_swapped_for_a_link_after_it_was_opened(root: Path) -> None:
     with folder_beneath(root, ("good",)) as folder:
-        config, _ = folder.versions()
+        config = folder.version(CONFIG_FILE)
+        assert config is not None
         (root / "good").rename(root / "moved")
         (root / "good").symlink_to(root.parent / "secret")
-        assert folder.versions()[0] == config
+        assert folder.version(CONFIG_FILE) == config
         assert folder.read(CONFIG_FILE, config) == (root / "moved" / CONFIG_FILE).read_bytes()
 
 

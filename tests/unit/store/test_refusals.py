@@ -42,18 +42,14 @@ def config(**fields: Any) -> dict[str, Any]:
 UNSUPPORTED_FIELDS: dict[str, list[Any]] = {
     "alora_invocation_tokens": [[1, 2]],
     "arrow_config": [{"top_k": 3}],
-    "bias": ["all", "lora_only", True],
     "enable_lora": [[True, False, True]],
     "kasa_config": [{"beta": 1e-4}],
     "layer_replication": [[[0, 2], [1, 2]]],
-    "lora_bias": [True, 1, "true"],
     "megatron_config": [{"tensor_model_parallel_size": 2}],
     "modules_to_save": [["lm_head"], "lm_head"],
     "monteclora_config": [{"num_samples": 4}],
-    "target_parameters": [["feed_forward.experts.gate_up_proj"]],
     "trainable_token_indices": [[1], {"embed_tokens": [0, 1]}],
     "use_bdlora": [{"nblocks": 2}],
-    "use_dora": [True],
     "use_qalora": [True],
     "velora_config": [{"num_groups": 64}],
     "init_lora_weights": ["pissa", "pissa_niter_16", "olora", "OLoRA", "corda", "loftq", "lora_ga", "new", 1, {}],
@@ -107,6 +103,10 @@ WRONG_TYPES: dict[str, list[Any]] = {
     "rank_pattern": [[], "x", {"q_proj": 0}, {"q_proj": None}, {"q_proj": 2.5}, {"(": 4}, {"a)": 4}, {"[z-a]": 4}],
     "alpha_pattern": [1, {"q_proj": "2"}, {"q_proj": False}, {"q_proj": None}],
     "peft_type": [None, 1, ["LORA"]],
+    "bias": [True, "some", ["all"], 1],
+    "use_dora": [1, "true", []],
+    "lora_bias": [1, "true"],
+    "target_parameters": ["experts.down_proj", {}, [1], ["x"] * 257],
 }
 
 
@@ -211,20 +211,14 @@ def test_a_rank_that_disagrees_names_both() -> None:
 
 
 UNSUPPORTED_TENSORS: list[tuple[str, str]] = [
-    (f"base_model.model.{SITE}.lora_magnitude_vector", "DoRA"),
-    (f"base_model.model.{SITE}.lora_magnitude_vector.default.weight", "DoRA"),
-    ("base_model.model.model.embed_tokens.lora_embedding_A", "embedding"),
-    ("base_model.model.model.embed_tokens.lora_embedding_B.default", "embedding"),
-    (f"base_model.model.{SITE}.lora_B.bias", "lora_bias"),
-    (f"{SITE}.lora_B.default.bias", "lora_bias"),
-    (f"base_model.model.{SITE}.base_layer.bias", "base model's own"),
-    ("base_model.model.lm_head.base_layer.weight", "base model's own"),
+    ("base_model.model.lm_head.base_layer.weight", "--base-model"),
     ("base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta", "embedding"),
     ("base_model.model.lm_head.modules_to_save.default.weight", "whole modules"),
-    ("base_model.model.lm_head.weight", "full weights"),
-    ("base_model.model.model.embed_tokens.weight", "full weights"),
+    ("base_model.model.lm_head.weight", "--base-model"),
+    ("base_model.model.model.embed_tokens.weight", "--base-model"),
     ("base_model.model.model.norm.weight", "full weights"),
-    ("base_model.model.model.layers.0.mlp.experts.base_layer.lora_A.weight", "expert"),
+    ("base_model.model.model.norm.bias", "no LoRA"),
+    (f"base_model.model.{SITE}.weight", "full weights"),
     (f"base_model.model.{SITE}.lora_diag", "variant"),
     (f"base_model.model.{SITE}.lora_A", "variant"),
     ("base_model.model.lora_A.weight", "variant"),
@@ -237,6 +231,45 @@ def test_a_tensor_that_is_not_served(key: str, reason: str) -> None:
     assert isinstance(error, AdapterUnsupported)
     assert error.facts["tensor"] == key
     assert reason in error.message
+
+
+VECTOR = torch.ones(64)
+
+# Tensors beside a good pair, the configuration they come with, and what is wrong with them.
+WRONG_VECTORS: list[tuple[str, dict[str, Any], torch.Tensor, str]] = [
+    ("lora_magnitude_vector", {}, VECTOR, "use_dora false"),
+    ("lora_magnitude_vector.weight", {}, VECTOR, "use_dora false"),
+    ("lora_B.bias", {}, VECTOR, "lora_bias false"),
+    ("lora_B.bias", {"lora_bias": True}, torch.ones(63), "has 63 values"),
+    ("lora_B.bias", {"lora_bias": True}, torch.ones(64, 1), "no vector"),
+    ("lora_B.bias", {"lora_bias": True}, torch.ones(0), "empty"),
+    ("lora_B.bias", {"lora_bias": True}, VECTOR * torch.inf, "not finite"),
+    ("lora_B.bias", {"lora_bias": True}, VECTOR.int(), "dtype I32"),
+]
+
+
+@pytest.mark.parametrize(("key", "fields", "tensor", "says"), WRONG_VECTORS)
+def test_a_vector_that_is_wrong(key: str, fields: dict[str, Any], tensor: torch.Tensor, says: str) -> None:
+    error = refusal(config(**fields), replaced(**{f"base_model.model.{SITE}.{key}": tensor}))
+    assert isinstance(error, AdapterInvalid)
+    assert error.facts["tensor"] == f"base_model.model.{SITE}.{key}"
+    assert says in error.message
+
+
+@pytest.mark.parametrize(
+    ("key", "field"), [(f"{SITE}.lora_magnitude_vector", "use_dora"), (f"{SITE}.base_layer.bias", "bias")]
+)
+def test_what_needs_the_base_model(key: str, field: str) -> None:
+    error = refusal(config(use_dora=field == "use_dora"), replaced(**{key: VECTOR}))
+    assert isinstance(error, AdapterUnsupported)
+    assert (error.facts["field"], error.facts["tensor"], error.facts["wanted"]) == (field, key, "--base-model")
+
+
+@pytest.mark.parametrize("field", ["use_dora", "lora_bias"])
+def test_what_is_announced_and_is_not_there(field: str) -> None:
+    error = refusal(config(**{field: True}))
+    assert isinstance(error, AdapterInvalid)
+    assert (error.facts["field"], error.facts["found"]) == (field, "none")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn])
@@ -324,8 +357,6 @@ def test_a_file_cut_at_every_interesting_byte() -> None:
 
 REAL: list[tuple[dict[str, Any], str]] = [
     ({"use_dora": True}, "use_dora"),
-    ({"lora_bias": True}, "lora_bias"),
-    ({"bias": "lora_only"}, "bias"),
     ({"modules_to_save": ["lm_head"], "target_modules": ["q_proj"]}, "modules_to_save"),
     ({"target_modules": ["q_proj"], "trainable_token_indices": [1, 2]}, "trainable_token_indices"),
     ({"init_lora_weights": "pissa", "target_modules": ["q_proj"]}, "init_lora_weights"),
@@ -343,9 +374,38 @@ def test_what_peft_really_writes_for_them(settings: dict[str, Any], field: str, 
     assert error.facts["field"] == field
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_an_embedding_that_peft_really_writes(tmp_path: Path) -> None:
-    folder = make_adapter(tmp_path, tiny_llama(), target_modules=["embed_tokens", "q_proj"])
-    error = refusal((folder / "adapter_config.json").read_bytes(), (folder / "adapter_model.safetensors").read_bytes())
+EXPERTS = "model.layers.0.mlp.experts"
+NESTED = [f"{EXPERTS}.base_layer", EXPERTS]
+DISAGREEING: list[tuple[list[str], list[str], str]] = [
+    (NESTED, [], "names none"),
+    (NESTED, ["mlp.experts.gate_up_proj"], "names gate_up_proj"),
+    ([EXPERTS], ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], "down_proj"),
+    ([f"{EXPERTS}.base_layer"], ["mlp.experts.gate_up_proj"], "nested 1 deep"),
+]
+
+
+@pytest.mark.parametrize(("sites", "targets", "says"), DISAGREEING)
+def test_experts_that_the_configuration_does_not_name(sites: list[str], targets: list[str], says: str) -> None:
+    error = refusal(config(target_parameters=targets), save(raw_tensors(*sites)))
+    assert isinstance(error, AdapterInvalid)
+    assert error.facts["field"] == "target_parameters"
+    assert says in error.message
+
+
+def test_parameters_whose_order_is_not_known() -> None:
+    error = refusal(config(target_parameters=["experts.w1", "experts.v1"]), save(raw_tensors(*NESTED)))
     assert isinstance(error, AdapterUnsupported)
-    assert "embedding" in error.message
+    assert error.facts["field"] == "target_parameters"
+
+
+def test_experts_whose_rows_are_no_multiple_of_the_rank() -> None:
+    tensors = raw_tensors(EXPERTS, rank=6)
+    error = refusal(config(target_parameters=["experts.down_proj"]), save(tensors))
+    assert (error.facts["field"], error.facts["wanted"]) == ("r", "a multiple of 4")
+
+
+def test_a_vector_at_experts() -> None:
+    tensors = raw_tensors(EXPERTS, rank=8) | {f"{EXPERTS}.lora_B.bias": VECTOR}
+    error = refusal(config(target_parameters=["experts.down_proj"], lora_bias=True), save(tensors))
+    assert isinstance(error, AdapterUnsupported)
+    assert error.facts["tensor"] == f"{EXPERTS}.lora_B.bias"

@@ -20,8 +20,8 @@ from slotcar_sidecar.core.errors import (
     SourceDenied,
     SourceUnavailable,
 )
-from slotcar_sidecar.store.folder import CONVERT_COMMAND
-from slotcar_sidecar.store.source import LocalSource
+from slotcar_sidecar.store.sources.folder import CONVERT_COMMAND
+from slotcar_sidecar.store.sources.local import LocalSource
 
 from tests.adapters import CONFIG_FILE, MINIMAL_CONFIG, WEIGHTS_FILE, raw_tensors, write_raw_adapter
 
@@ -150,7 +150,7 @@ def pickled(root: Path) -> Path:
 
 def sharded(root: Path) -> Path:
     (root / "good" / WEIGHTS_FILE).unlink()
-    (root / "good" / f"{WEIGHTS_FILE}.index.json").write_text("{}")
+    (root / "good" / f"{WEIGHTS_FILE}.index.json").write_text('{"weight_map": []}')
     return root / "good"
 
 
@@ -174,7 +174,7 @@ def large_weights(root: Path) -> Path:
         (no_config, AdapterInvalid, CONFIG_FILE),
         (no_weights, AdapterInvalid, WEIGHTS_FILE),
         (pickled, AdapterUnsupported, CONVERT_COMMAND),
-        (sharded, AdapterUnsupported, f"{WEIGHTS_FILE}.index.json"),
+        (sharded, AdapterInvalid, f"{WEIGHTS_FILE}.index.json"),
         (large_config, CapacityExceeded, CONFIG_FILE),
         (large_weights, CapacityExceeded, WEIGHTS_FILE),
     ],

@@ -27,7 +27,7 @@ from slotcar_sidecar.core.errors import (
 from slotcar_sidecar.core.ids import Digest
 from slotcar_sidecar.store import peft
 from slotcar_sidecar.store.sizes import MAX_CONFIG_BYTES
-from slotcar_sidecar.store.source import LocalSource
+from slotcar_sidecar.store.sources.local import LocalSource
 from slotcar_sidecar.store.tensors import RawTensor
 from slotcar_sidecar.store.upload import Upload
 from slotcar_sidecar.store.weights import HostWeights

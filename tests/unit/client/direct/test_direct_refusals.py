@@ -62,13 +62,12 @@ def test_two_sites_of_different_features_may_not_share_an_input(
 
 HEADER: dict[str, tuple[str, Any, str]] = {
     "magic": ("header", (0, b"SLOTCARX"), "magic"),
-    "version": ("header", (8, b"\x02"), "version 2, wanted 1"),
+    "version": ("header", (8, b"\x09"), "version 9, wanted 2"),
     "slots": ("header", (12, b"\x04"), "slots 4, wanted 3"),
-    "sites": ("header", (16, b"\x02"), "sites 2, wanted 3"),
+    "leaves": ("header", (16, b"\x02"), "leaves 2, wanted 3"),
     "rank": ("header", (20, b"\x07"), "max_rank 7, wanted 8"),
     "dtype": ("header", (24, b"\x02"), "dtype 2, wanted 0"),
-    "reserved": ("header", (28, b"\x01"), "reserved 1, wanted 0"),
-    "epoch": ("header", (32, b"f"), "epoch"),
+    "parts": ("header", (28, b"\x04"), "parts 4, wanted 3"),
     "a server with more slots": ("server", {"slots": 4}, "slots 3, wanted 4"),
     "a server with a higher rank": ("server", {"max_rank": 9}, "max_rank 8, wanted 9"),
     "a server with another dtype": ("server", {"slot_dtype": 3}, "dtype"),

@@ -308,6 +308,6 @@ class Served:
 
         x = tensor(item.x_offset, features[0])
         output = torch.cat([x, x], 1)[:, : features[1]]
-        if item.base_offset != region.NO_BASE:
+        if item.base_offset != region.ABSENT:
             output = output + tensor(item.base_offset, features[1])
         tensor(item.out_offset, features[1]).copy_(output)

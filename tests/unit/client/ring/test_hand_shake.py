@@ -74,7 +74,7 @@ AUDITED: dict[str, Callable[[Offer], Offer]] = {
     "a region that can only not grow": with_region(lambda: region_file(seals=fcntl.F_SEAL_GROW)),
     "a region that is a file": with_region(plain_file),
     "another magic": spoilt(0, b"SLOTCARX"),
-    "another version": spoilt(8, b"\x02"),
+    "another version": spoilt(8, b"\x09"),
     "no cells": spoilt(12, bytes(4)),
     "many cells": spoilt(12, b"\xff\xff\xff\xff"),
     "other payloads": spoilt(16, b"\x01\x00\x01"),

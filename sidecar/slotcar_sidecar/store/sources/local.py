@@ -9,10 +9,10 @@ from typing import NamedTuple
 from urllib.parse import unquote_to_bytes
 
 from slotcar_sidecar.core.errors import SourceDenied
-from slotcar_sidecar.store.faults import CONFIG_FILE, WEIGHTS_FILE, shown
-from slotcar_sidecar.store.folder import changed, folder_beneath
-from slotcar_sidecar.store.peft import read_peft
-from slotcar_sidecar.store.sizes import check_sizes
+from slotcar_sidecar.store.base_model import BaseModel
+from slotcar_sidecar.store.faults import shown
+from slotcar_sidecar.store.sources.files import read_adapter, versions_of
+from slotcar_sidecar.store.sources.folder import folder_beneath
 from slotcar_sidecar.store.weights import HostWeights
 
 _MAX_URI = 4096
@@ -33,9 +33,10 @@ class LocalSource:
     Roots are resolved once, here; beneath them links are refused.
     """
 
-    def __init__(self, roots: Sequence[Path], max_bytes: int) -> None:
+    def __init__(self, roots: Sequence[Path], max_bytes: int, base: BaseModel | None = None) -> None:
         self._roots = [_Root(root.absolute(), root.resolve()) for root in roots]
         self._max_bytes = max_bytes
+        self._base = base
 
     def canonical(self, uri: str) -> str:
         """The absolute path that `uri` (a path, or file:/// and a path) names, beneath the resolved root.
@@ -45,26 +46,23 @@ class LocalSource:
         root, parts = self._locate(uri)
         return str(root.joinpath(*parts))
 
+    def is_remote(self, uri: str) -> bool:  # noqa: ARG002
+        return False
+
     def version(self, uri: str) -> Hashable:
-        """Identity, size and times of both files. Raises as `read` does for what is not there."""
+        """Identity, size and times of the files. Raises as `read` does for what is not there."""
         root, parts = self._locate(uri)
         with folder_beneath(root, parts) as folder:
-            return folder.versions()
+            return tuple(versions_of(folder).items())
 
     def read(self, uri: str) -> HostWeights:
-        """Reads both files into private memory and verifies the adapter.
+        """Reads the files into private memory and verifies the adapter.
 
         Raises SourceDenied, SourceUnavailable, CapacityExceeded, AdapterInvalid or AdapterUnsupported.
         """
         root, parts = self._locate(uri)
         with folder_beneath(root, parts) as folder:
-            versions = config, weights = folder.versions()
-            check_sizes(config.bytes, weights.bytes, self._max_bytes)
-            config_bytes, weights_bytes = folder.read(CONFIG_FILE, config), folder.read(WEIGHTS_FILE, weights)
-            # Both files must be of one save: a file that was replaced by a rename still reads well.
-            if folder.versions() != versions:
-                raise changed(root.joinpath(*parts))
-        return read_peft(bytes(config_bytes), weights_bytes, source=str(root.joinpath(*parts)))
+            return read_adapter(folder, self._max_bytes, str(root.joinpath(*parts)), self._base)
 
     def _locate(self, uri: str) -> tuple[Path, tuple[str, ...]]:
         """The real root and the path beneath it."""
@@ -94,7 +92,7 @@ def _path_of(uri: str) -> str:
     if _SCHEME.match(uri):
         match = _FILE_URI.fullmatch(uri)
         if match is None:
-            raise _denied(uri, "a path, or file:/// and a path; other sources are off")
+            raise _denied(uri, "a path, or file:/// and a path; other sources need --source")
         path = unquote_to_bytes(match[1]).decode(errors="replace")
     if not path.startswith("/"):
         raise _denied(uri, "an absolute path")

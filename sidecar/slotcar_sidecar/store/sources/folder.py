@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from slotcar_sidecar.core.errors import SlotcarError, SourceDenied, SourceUnavailable
-from slotcar_sidecar.store.faults import CONFIG_FILE, WEIGHTS_FILE, invalid, shown, unsupported
+from slotcar_sidecar.store.faults import WEIGHTS_FILE, invalid, shown, unsupported
 from slotcar_sidecar.store.memory import private_memory, read_into
 
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Without waiting: a named pipe would block for ever.
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _PICKLE_FILE = "adapter_model.bin"
-_INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 CONVERT_COMMAND = (
     'python -c "import torch, safetensors.torch as s; '
     "s.save_file({k: v.contiguous().clone() for k, v in torch.load('adapter_model.bin', map_location='cpu', "
@@ -45,15 +44,28 @@ class FileVersion(NamedTuple):
 
 
 class Folder:
-    """An open folder; valid inside `folder_beneath` only."""
+    """An open folder, as Files; valid inside `folder_beneath` only."""
 
     def __init__(self, descriptor: int, path: Path) -> None:
         self._descriptor = descriptor
         self._path = path
 
-    def versions(self) -> tuple[FileVersion, FileVersion]:
-        """Of the configuration and of the weights, without reading them."""
-        return self._version(CONFIG_FILE), self._version(WEIGHTS_FILE)
+    def version(self, name: str) -> FileVersion | None:
+        """Of the file as it is now, without reading it. Raises SourceDenied for a link or what is no file."""
+        path = self._path / name
+        try:
+            found = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise _refusal(error, self._descriptor, name, path) from error
+        if stat.S_ISLNK(found.st_mode):
+            raise _link(path)
+        if not stat.S_ISREG(found.st_mode):
+            raise SourceDenied(
+                f"{shown(str(path))} is not a regular file", file=name, found="another kind", wanted="a regular file"
+            )
+        return FileVersion.of(found)
 
     def read(self, name: str, version: FileVersion) -> memoryview:
         """The whole file, in private memory. Raises SourceUnavailable unless it is at `version` before and after."""
@@ -79,23 +91,7 @@ class Folder:
         finally:
             os.close(descriptor)
 
-    def _version(self, name: str) -> FileVersion:
-        path = self._path / name
-        try:
-            found = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
-        except FileNotFoundError as error:
-            raise self._missing(name) from error
-        except OSError as error:
-            raise _refusal(error, self._descriptor, name, path) from error
-        if stat.S_ISLNK(found.st_mode):
-            raise _link(path)
-        if not stat.S_ISREG(found.st_mode):
-            raise SourceDenied(
-                f"{shown(str(path))} is not a regular file", file=name, found="another kind", wanted="a regular file"
-            )
-        return FileVersion.of(found)
-
-    def _missing(self, name: str) -> SlotcarError:
+    def missing(self, name: str) -> SlotcarError:
         if name == WEIGHTS_FILE and self._has(_PICKLE_FILE):
             return unsupported(
                 f"{_PICKLE_FILE} is a pickle, which is never read; if you trust it, run in its folder: "
@@ -104,14 +100,10 @@ class Folder:
                 found=_PICKLE_FILE,
                 wanted=WEIGHTS_FILE,
             )
-        if name == WEIGHTS_FILE and self._has(_INDEX_FILE):
-            return unsupported(
-                f"{_INDEX_FILE} says that the weights are in several files: save them in one",
-                file=_INDEX_FILE,
-                found=_INDEX_FILE,
-                wanted=WEIGHTS_FILE,
-            )
         return invalid(f"{shown(str(self._path))} has no {name}", file=name, found="no such file", wanted=name)
+
+    def changed(self) -> SourceUnavailable:
+        return changed(self._path)
 
     def _has(self, name: str) -> bool:
         try:

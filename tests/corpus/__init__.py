@@ -1,0 +1,1 @@
+"""Adapters of every kind that PEFT writes, each with what slotcar makes of it: PEFT's numbers, or a refusal."""

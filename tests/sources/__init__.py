@@ -1,0 +1,1 @@
+"""Remote sources against real endpoints on this machine."""
