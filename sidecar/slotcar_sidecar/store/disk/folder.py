@@ -295,7 +295,7 @@ class DiskFolder:
         return digest in self._sharers.only or self._sharers.is_needed_by_others(digest, only=True)
 
     def _was_used_elsewhere(self, found: Found) -> bool:
-        """Whether a read, or another sidecar, used the entry since the ledger learnt; then it is not the oldest any more."""
+        """Whether a read, or another sidecar, used the entry since the ledger learnt; it is no longer the oldest."""
         used_ns = 0
         with contextlib.suppress(Damaged), self._shelves.entry(found.digest) as descriptor:
             used_ns = os.fstat(descriptor).st_atime_ns if descriptor is not None else 0
