@@ -93,8 +93,8 @@ def test_a_malformed_hold_is_refused(made: Given, make: Callable[[Given], Any], 
     assert (refusal.reason, refusal.fields) == ("REQUEST_INVALID", (field,))
 
 
-@pytest.mark.parametrize("tier", [TIER_SOURCE, TIER_DISK, 99])
-def test_a_load_goes_to_one_of_the_two_fastest_tiers(made: Given, tier: int) -> None:
+@pytest.mark.parametrize("tier", [TIER_SOURCE, 99])
+def test_a_load_goes_to_no_other_tier(made: Given, tier: int) -> None:
     request = adapters.LoadAdapterRequest(ref="new", source=str(made.target.folder("new")), target_tier=tier)
     refusal = refusal_of(made.target, request)
     assert (refusal.reason, refusal.fields, refusal.metadata["found"]) == (

@@ -137,7 +137,7 @@ class CacheMachine(World):
         self.unload_by_force(name)
         self.load_at_once(other, OnConflict.REPLACE)
 
-    @rule(name=names, verb=st.sampled_from(("unload", "keep", "release_keep")))
+    @rule(name=names, verb=st.sampled_from(("unload", "keep", "keep", "release_keep", "release_keep")))
     def operate(self, name: str, verb: str) -> None:
         cache, ref = self.bench.cache, AdapterRef(AdapterName(name))
         verbs = {

@@ -218,8 +218,7 @@ CHECKPOINTS = (
     fault(
         "vllm#31994, sglang#24420",
         "fully sharded ranks below the maximum are interleaved with zeros; more shards than kv heads overrun",
-        "test_a_tensor_parallel_model_is_refused_until_it_is_served",
-        later("tensor parallelism: sharded sites"),
+        "test_ranks_share_a_site_evenly_or_the_model_is_refused",
     ),
 )
 

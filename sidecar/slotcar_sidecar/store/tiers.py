@@ -105,7 +105,10 @@ class StoreTiers:
         if task is None:
             task = self._reads[key] = asyncio.create_task(read(argument))
             task.add_done_callback(lambda _: self._reads.pop(key, None))
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        finally:
+            del task  # its error's traceback leads to this frame
 
     async def _read_disk(self, digest: Digest) -> HostAdapter | None:
         start = self._environment.clock()

@@ -33,6 +33,11 @@ CAPACITY = {
     "sessions": 3,
     "sessions_capacity": 30,
     "waiting": 1,
+    "disk_bytes_used": 20,
+    "disk_bytes_capacity": 200,
+    "disk_bytes_held": 6,
+    "restoring": 4,
+    "restore_failures": 2,
 }
 
 

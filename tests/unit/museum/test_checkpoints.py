@@ -11,6 +11,7 @@ from safetensors.torch import save
 from slotcar_sidecar.core.errors import AdapterInvalid, AdapterUnsupported, RequestInvalid
 from slotcar_sidecar.core.ids import SlotId
 from slotcar_sidecar.core.model import ModelSpec, Site
+from slotcar_sidecar.core.site import SitePart
 from slotcar_sidecar.store.sources.local import LocalSource
 
 from tests.adapters import MINIMAL_CONFIG, WEIGHTS_FILE, raw_tensors, write_raw_adapter
@@ -162,10 +163,14 @@ async def test_what_does_not_fit_the_slots_takes_none(monkeypatch: pytest.Monkey
     assert read_by(await computed(bench, session, map_names(bench, session, "a"))) == [digest("a")]
 
 
-def test_a_tensor_parallel_model_is_refused_until_it_is_served() -> None:
-    """vllm#31994, sglang#24420. Sharded ranks and replicated heads cannot be wrong where there are none.
+def test_ranks_share_a_site_evenly_or_the_model_is_refused() -> None:
+    """vllm#31994, sglang#24420. Slots have whole adapters, of which each rank reads its part, so nothing is padded.
 
-    To see it fail: leave tensor_parallel out of ModelSpec.__post_init__.
+    To see it fail: leave check_ranks out of ModelSpec._check_ranks.
     """
-    with pytest.raises(RequestInvalid):
-        ModelSpec.of([Site("q", 64, 64)], tensor_parallel=2)
+    heads = (SitePart("q", 64), SitePart("k", 32, copies=2))
+    site = Site("qk", 64, 96, parts=heads, shard="column")
+    assert ModelSpec.of([site], tensor_parallel=4).by_name["qk"].rank_features(4) == (64, 16 + 16)
+    for ranks, of in ((3, site), (6, site), (5, Site("o", 64, 64, shard="row")), (4, Site("k", 64, 2, shard="column"))):
+        with pytest.raises(RequestInvalid):
+            ModelSpec.of([of], tensor_parallel=ranks)

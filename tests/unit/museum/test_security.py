@@ -40,7 +40,7 @@ def harm(marker: Path) -> bytes:
 def test_no_name_and_no_source_leads_outside(tmp_path: Path) -> None:
     """vllm#46287. Neither `..` nor an absolute path nor a link reaches what is not beneath the root.
 
-    To see it fail: give LocalSource._locate no answer but the root and the path, and follow links in Folder._version.
+    To see it fail: give LocalSource._locate no answer but the root and the path, and follow links in Folder.version.
     """
     root, outside = tmp_path / "root", tmp_path / "outside"
     write_raw_adapter(outside / "a", MINIMAL_CONFIG, raw_tensors(Q))

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 from slotcar.v1 import adapter_service_pb2 as pb
 from slotcar_sidecar.core.errors import RequestInvalid
+from slotcar_sidecar.core.reconcile import DesiredStatus
 from slotcar_sidecar.rpc import adapter_service
 from slotcar_sidecar.rpc.adapter_service import AdapterService
 
@@ -43,7 +44,7 @@ async def test_an_upload_that_does_not_come_on_is_given_up(
 ) -> None:
     monkeypatch.setattr(adapter_service, "_MAX_SILENCE_SECONDS", 0.05)
     monkeypatch.setattr(adapter_service, "_LEAST_BYTES_PER_SECOND", rate)
-    service = AdapterService(bench.cache, 1.0)
+    service = AdapterService(bench.cache, 1.0, DesiredStatus)
     with pytest.raises(RequestInvalid) as refusal:
         await service.LoadAdapterStream(parts(), CONTEXT)
     assert refusal.value.field == "part"

@@ -112,7 +112,7 @@ def test_a_server_without_a_model_is_refused(writer: SlotsWriter) -> None:
 def test_a_rank_that_cannot_be_is_refused(writer: SlotsWriter, transport: DirectTransport) -> None:
     file = writer.device.file
     assert file is not None
-    file.write_parts(0, [(1, 1.0), (2, 1.0), (9, 1.0)])
+    file.write_parts(0, [(1, 1.0, 0), (2, 1.0, 0), (9, 1.0, 0)])
     with pytest.raises(errors.AuditFailed, match="rank 9"):
         transport.forward(forward(writer, writer.map(0), (2,), {"q": rows(2, "q")}))
     # While the slot changes, it may be half of something.
