@@ -37,7 +37,6 @@ CAPACITY = {
     "disk_bytes_capacity": 200,
     "disk_bytes_held": 6,
     "restoring": 4,
-    "restore_failures": 2,
 }
 
 
@@ -86,7 +85,11 @@ class FakeAdapters(adapter_service_pb2_grpc.AdapterServiceServicer):
         return pb.EndSessionResponse(ended=request.session in {session.session for session in sessions()})
 
     def GetCapacity(self, request: pb.GetCapacityRequest, context: Any) -> pb.GetCapacityResponse:
-        return pb.GetCapacityResponse(layout=VERSION, **CAPACITY)
+        return pb.GetCapacityResponse(
+            layout=VERSION,
+            **CAPACITY,
+            restore_failures=[pb.RestoreFailure(ref=f"old@{A}", why_not="SOURCE_UNAVAILABLE: gone")],
+        )
 
     def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Any) -> pb.LoadAdapterResponse:
         self.calls.append(request)

@@ -62,8 +62,11 @@ def test_capacity_has_every_number(client: Client) -> None:
     capacity = client.capacity()
     assert {name: getattr(capacity, name) for name in CAPACITY} == CAPACITY
     assert set(CAPACITY) == {field.name for field in adapter_service_pb2.GetCapacityResponse.DESCRIPTOR.fields} - {
-        "layout"
+        "layout",
+        "restore_failures",
     }
+    (failure,) = capacity.restore_failures
+    assert (failure.ref, failure.why_not) == (f"old@{A}", "SOURCE_UNAVAILABLE: gone")
     assert capacity.version.generation == 5
 
 
