@@ -5,6 +5,8 @@ It has no name, so that nothing is left of it when the last process that has it 
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Iterable
 from functools import partial
 
@@ -26,6 +28,7 @@ class SlotsFile:
         self.geometry = geometry
         mapped = partial(map_file, writable=True)
         self.descriptor, self.memory = sealed_memory("slotcar-slots", geometry.total_bytes, mapped, writable=False)
+        weakref.finalize(self, os.close, self.descriptor)
         # One store for each word: struct.pack_into would show readers a zero first.
         self._words = self.memory.cast("Q")
         self._mods = [0] * geometry.slots
