@@ -83,7 +83,6 @@ def test_the_defaults_that_the_help_shows_are_accepted(served: list[Config]) -> 
         ("--listen", "tcp://127.0.0.1:99999"),
         ("--listen", "http://127.0.0.1:1"),
         ("--metrics", "nonsense"),
-        ("--base-model", "/a", "--model-spec", "/b"),
         ("--what-is-this", "1"),
     ],
 )

@@ -93,7 +93,7 @@ def payloads(draw: st.DrawFn) -> Callable[[int], bytes]:
     if which == "mapping":
         refs, many = draw(st.lists(st.sampled_from(["sql", "", "x@y", "absent"]), max_size=4)), draw(FEW)
         return lambda generation: mapping_request(*refs * many, mapping_id=many % 5)
-    items = st.builds(Item, st.integers(0, 4) | U32, OFFSET, OFFSET, OFFSET)
+    items = st.builds(Item, st.integers(0, 4) | U32, OFFSET, OFFSET, OFFSET, st.integers(0, 3) | U32, OFFSET)
     fields: dict[str, Any] = {
         "row_counts": draw(st.lists(FEW | U32, max_size=4)),
         "items": draw(st.lists(items, max_size=4)),
