@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,44 +16,12 @@ from slotcar_sidecar.store.sources.remotes import Settings, make_remote
 from slotcar_sidecar.store.sources.router import Sources
 
 from tests.adapters import CONFIG_FILE, WEIGHTS_FILE
+from tests.fakes.fetching import Clock, Counts
 
 SITE = "model.layers.0.self_attn.q_proj"
 KEY, SECRET = "AKIDNOBODYPRINTS", "a-secret-that-nobody-prints"
 URI = "s3://bucket/prefix/a"
 _CLIENT = {"aws_access_key_id": "other", "aws_secret_access_key": "other", "region_name": "us-east-1"}
-
-
-class Counts:
-    """The observer: what was fetched, retried and failed."""
-
-    def __init__(self) -> None:
-        self.bytes, self.retried, self.failed = 0, list[str](), list[str]()
-
-    def fetched(self, scheme: str, count: int) -> None:
-        self.bytes += count
-
-    def fetch_retried(self, scheme: str, reason: str) -> None:
-        self.retried.append(reason)
-
-    def fetch_failed(self, scheme: str, reason: str) -> None:
-        self.failed.append(reason)
-
-
-class Clock:
-    """Time that only waits move; also the Stop."""
-
-    def __init__(self) -> None:
-        self.now, self.stopped = 0.0, threading.Event()
-
-    def __call__(self) -> float:
-        return self.now
-
-    def is_set(self) -> bool:
-        return self.stopped.is_set()
-
-    def wait(self, timeout: float) -> bool:
-        self.now += timeout
-        return self.is_set()
 
 
 def options_file(endpoint: str) -> str:

@@ -114,7 +114,7 @@ def cast_warnings(weights: HostTensors, slot_dtype: str) -> tuple[str, ...]:
     counts = {
         name: int(((values != 0) & (values.to(dtype) == 0)).sum())
         for name, values in _slot_tensors(weights)
-        if torch.finfo(values.dtype).smallest_normal < torch.finfo(dtype).smallest_normal or values.dtype != dtype
+        if _least(values.dtype) < _least(dtype)
     }
     lost = {name: count for name, count in counts.items() if count}
     if not lost:
@@ -122,6 +122,12 @@ def cast_warnings(weights: HostTensors, slot_dtype: str) -> tuple[str, ...]:
     most = max(lost, key=lost.__getitem__)
     count = sum(lost.values())
     return (f"{count} values are too small for {slot_dtype} slots and become zero, most of them in {most}",)
+
+
+def _least(dtype: torch.dtype) -> float:
+    """The least value above zero."""
+    limits = torch.finfo(dtype)
+    return limits.smallest_normal * limits.eps
 
 
 def _slot_tensors(weights: HostTensors) -> Iterator[tuple[str, Tensor]]:

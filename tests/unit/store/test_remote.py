@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,41 +20,11 @@ from slotcar_sidecar.store.sources.router import Remote, Sources
 from slotcar_sidecar.store.sources.rules import RuleInvalid, parse_rule
 
 from tests.adapters import CONFIG_FILE, WEIGHTS_FILE
+from tests.fakes.fetching import Clock, Counts
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 RULES = ("hf://org/*", "s3://bucket/prefix", "memory://store", "odd://store")
 URI = "memory://store/good"
-
-
-class Counts:
-    def __init__(self) -> None:
-        self.bytes, self.retried, self.failed = 0, list[str](), list[str]()
-
-    def fetched(self, scheme: str, count: int) -> None:
-        self.bytes += count
-
-    def fetch_retried(self, scheme: str, reason: str) -> None:
-        self.retried.append(reason)
-
-    def fetch_failed(self, scheme: str, reason: str) -> None:
-        self.failed.append(reason)
-
-
-class Clock:
-    """Time that only waits move; also the Stop."""
-
-    def __init__(self) -> None:
-        self.now, self.stopped = 0.0, threading.Event()
-
-    def __call__(self) -> float:
-        return self.now
-
-    def is_set(self) -> bool:
-        return self.stopped.is_set()
-
-    def wait(self, timeout: float) -> bool:
-        self.now += timeout
-        return self.is_set()
 
 
 class MisbehavingPlace:
