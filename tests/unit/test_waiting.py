@@ -15,6 +15,7 @@ from slotcar_sidecar.core.errors import (
 )
 from slotcar_sidecar.core.folded import Folded
 from slotcar_sidecar.core.ids import SessionId
+from slotcar_sidecar.core.layout import SlotState
 from slotcar_sidecar.core.slots import Demand
 
 from tests.fakes.parts import digest_of, settle
@@ -30,6 +31,8 @@ from tests.fakes.steps import (
     read_by,
     ref,
     run_all,
+    run_to_fills,
+    start_hold,
     start_load,
     start_map,
 )
@@ -270,6 +273,27 @@ async def test_force_ends_what_a_call_waits_for() -> None:
     bench.cache.unload(ref("sql"), force=True)
     await run_all(bench)
     assert isinstance(waiting.exception(), AdapterNotFound)
+
+
+async def test_what_came_back_after_force_is_in_the_room_of_who_brought_it() -> None:
+    """A call fills one slot of three when another of its adapters is unloaded by force, loaded anew, and held."""
+    bench = await bench_with(3, "d", "x", "a", "c")
+    session = open_session(bench)
+    task = start_map(bench, session, "a", "c", "d", load=True, wait_seconds=60.0)
+    await settle()
+    await run_to_fills(bench)
+    bench.cache.unload(ref("a"), force=True)
+    owner = open_session(bench, reserved_slots=1)
+    start_load(bench, "a", "a", in_slot=False)
+    await run_to_fills(bench)
+    held = start_hold(bench, owner, "a", slot=True)
+    await run_to_fills(bench)
+    assert len(bench.cache.layout.in_state(SlotState.FILLING)) == 2
+    bench.cache.check_integrity()
+    await run_all(bench)
+    assert held.result().slot
+    assert isinstance(task.exception(), SlotsExhausted), "two slots are left to it, and it wants three"
+    bench.cache.check_integrity()
 
 
 async def test_of_two_calls_for_one_mapping_the_later_one_stands() -> None:

@@ -265,6 +265,8 @@ class Mappings:
             again = residency.resolve(call.refs, call.session)
             if asked.withdrawn or again != wanted or residency.absent(wanted):
                 return None
+            if not residency.slots.has_room(residency.demand(call.owner, wanted, asked)):
+                return None  # one was unloaded by force, and has come back in somebody else's room
             return self._install(session, asked, wanted)
         finally:
             for digest in refs:

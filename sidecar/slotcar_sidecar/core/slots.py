@@ -15,7 +15,7 @@ from slotcar_sidecar.core.ids import Digest, SessionId, SlotId
 from slotcar_sidecar.core.layout import Layout, SlotState
 from slotcar_sidecar.core.pins import PinOwner, Pins
 from slotcar_sidecar.core.policy import Eviction, Uses
-from slotcar_sidecar.core.reservations import Party, common_use
+from slotcar_sidecar.core.reservations import Party, common_use, is_within_reservation, owed
 
 _RETRY_SECONDS = 1.0
 READABLE = (SlotState.OCCUPIED, SlotState.DRAINING)
@@ -25,8 +25,9 @@ READABLE = (SlotState.OCCUPIED, SlotState.DRAINING)
 class Claim:
     """A load under way keeps its digest from being forgotten.
 
-    `slot`: and the digest's slot from being taken. `bytes`: and its bytes from being dropped. `resolves`: and
-    `name@digest` goes on to resolve in its session, unless an unload by force ends that.
+    `slot`: and its slot from being taken, until it leaves that by force or because its fill failed. `bytes`: and its
+    bytes from being dropped. `resolves`: and `name@digest` goes on to resolve in its session, unless an unload by force
+    ends that.
     """
 
     party: Party
@@ -62,6 +63,7 @@ class Slots:
         self.queue: deque[object] = deque()
         self._kept = kept
         self._claims: dict[Digest, set[Claim]] = {}
+        self._slot_claims: dict[Digest, set[Claim]] = {}
 
     def __len__(self) -> int:
         return len(self.layout.slots)
@@ -89,13 +91,16 @@ class Slots:
 
     def claim(self, digest: Digest, claim: Claim) -> None:
         self._claims.setdefault(digest, set()).add(claim)
+        if claim.slot:
+            self._slot_claims.setdefault(digest, set()).add(claim)
 
     def unclaim(self, digest: Digest, claim: Claim) -> None:
         """Ends a claim. Idempotent."""
-        claims = self._claims.get(digest, set())
-        claims.discard(claim)
-        if not claims:
-            self._claims.pop(digest, None)
+        for table in (self._claims, self._slot_claims):
+            claims = table.get(digest, set())
+            claims.discard(claim)
+            if not claims:
+                table.pop(digest, None)
 
     def end_resolving(self, digest: Digest) -> None:
         """No session can ask for the digest any more because a call of it waits."""
@@ -121,7 +126,7 @@ class Slots:
             if slot.digest is None:
                 continue
             parties: set[Party] = {owner.session for owner in owners.get(SlotId(index), ())}
-            parties |= {claim.party for claim in self._claims.get(slot.digest, ()) if claim.slot}
+            parties |= {claim.party for claim in self._slot_claims.get(slot.digest, ())}
             if slot.digest in kept or (slot.state is SlotState.FILLING and not parties):
                 parties.add(None)
             if parties:
@@ -139,9 +144,10 @@ class Slots:
         for slot in demand.joins:
             after[slot] = after.get(slot, frozenset()) | {party}
         parties = [*after.values(), *[frozenset({party})] * demand.fills]
-        if len(parties) > total or common_use(parties, self.reserved) > total - self.reserved_slots:
+        is_within = is_within_reservation(party, parties, self.reserved)
+        if len(parties) > total or not (is_within or common_use(parties, self.reserved) + self.reserved_slots <= total):
             raise self._exhausted(demand, after)
-        if not self.queue or self.queue[0] is demand.turn or self._is_within_reservation(party, parties):
+        if is_within or not self.queue or self.queue[0] is demand.turn:
             return
         if demand.fills or after.keys() - self.protectors().keys():
             raise self._behind(demand.what)
@@ -161,9 +167,6 @@ class Slots:
         except SlotsExhausted:
             return False
         return True
-
-    def _is_within_reservation(self, party: Party, parties: Iterable[frozenset[Party]]) -> bool:
-        return party is not None and sum(party in slot for slot in parties) <= self.reserved.get(party, 0)
 
     def _exhausted(self, demand: Demand, after: dict[SlotId, frozenset[Party]]) -> SlotsExhausted:
         total, party = len(self), demand.party
@@ -254,6 +257,8 @@ class Slots:
         self.layout = self.layout.occupy(slot)
 
     def release(self, slot: SlotId) -> None:
+        """Frees a slot that nobody uses, or whose fill failed."""
+        self._end_slot_claims(slot)
         self.layout = self.layout.release(slot)
 
     def drain(self, slot: SlotId) -> None:
@@ -264,8 +269,15 @@ class Slots:
 
     def invalidate(self, slot: SlotId) -> None:
         """Frees a slot by force: nobody pins it any more, and what used it is stale."""
+        self._end_slot_claims(slot)
         self.layout = self.layout.invalidate(slot)
         self.pins = self.pins.end(slot)
+
+    def _end_slot_claims(self, slot: SlotId) -> None:
+        """The digest leaves its slot: whoever brings it into one again does so in its own party's room."""
+        digest = self.layout[slot].digest
+        if digest is not None:
+            self._slot_claims.pop(digest, None)
 
     def advance(self) -> None:
         """Moves to the next generation though no slot changes."""
@@ -294,5 +306,4 @@ class Slots:
             digest = self.layout[slot].digest
             assert self.pins.of(slot) or digest in self._claims, f"slot {slot} drains for nobody"
         assert all(self._claims.values())
-        used = common_use(self.protectors().values(), self.reserved)
-        assert used + self.reserved_slots <= len(self), "the reservations"
+        assert owed(self.protectors().values(), self.reserved) <= len(self), "the reservations"

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from hypothesis import assume, given
+from hypothesis import settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from slotcar_sidecar.core.ids import SessionId
-from slotcar_sidecar.core.reservations import Party, common_use
+from slotcar_sidecar.core.reservations import Party, common_use, is_within_reservation, owed
 
 SESSIONS = [SessionId(name) for name in ("one", "two", "three")]
-SLOTS = 5
-
-parties = st.frozensets(st.sampled_from([None, *SESSIONS]), min_size=1)
-tables = st.lists(parties, max_size=SLOTS)
-reservations = st.dictionaries(st.sampled_from(SESSIONS), st.integers(1, SLOTS), max_size=3)
-
-
-def holds(table: list[frozenset[Party]], reserved: dict[SessionId, int]) -> bool:
-    return common_use(table, reserved) + sum(reserved.values()) <= SLOTS
+parties = st.sampled_from([None, SessionId("reserved nothing"), *SESSIONS])
 
 
 def test_without_reservations_every_protected_slot_counts_once() -> None:
@@ -32,33 +25,71 @@ def test_what_is_beyond_the_reservation_is_common() -> None:
     assert common_use(table, {one: 2, two: 2}) == 1
 
 
-@given(tables, reservations)
-def test_a_session_below_its_reservation_finds_a_slot(
-    table: list[frozenset[Party]], reserved: dict[SessionId, int]
-) -> None:
-    assume(holds(table, reserved))
-    for session, count in reserved.items():
-        if sum(session in slot for slot in table) < count:
-            assert len(table) < SLOTS
-            assert holds([*table, frozenset({session})], reserved)
+def test_two_sessions_may_owe_for_what_a_third_releases() -> None:
+    """The slot that all three had counts twice when the one without a reservation leaves it; nothing more is owed."""
+    one, two, three = SESSIONS
+    reserved = {one: 1, two: 1}
+    before = [frozenset({one}), frozenset({two}), frozenset({one, two, three})]
+    after = [frozenset({one}), frozenset({two}), frozenset({one, two})]
+    assert (common_use(before, reserved), owed(before, reserved)) == (1, 3)
+    assert (common_use(after, reserved), owed(after, reserved)) == (2, 3)
 
 
-@given(tables, reservations, st.data())
-def test_no_release_breaks_a_promise(
-    table: list[frozenset[Party]], reserved: dict[SessionId, int], data: st.DataObject
-) -> None:
-    assume(holds(table, reserved) and table)
-    index = data.draw(st.integers(0, len(table) - 1))
-    party = data.draw(st.sampled_from(sorted(table[index], key=str)))
-    left = table[index] - {party}
-    after = [*table[:index], *([left] if left else []), *table[index + 1 :]]
-    assert holds(after, reserved)
+class Reservations(RuleBasedStateMachine):
+    """Parties take slots, share them and release them in any order; what they may is asked as Slots.check asks."""
+
+    @initialize(slots=st.integers(2, 6), reserved=st.lists(st.integers(0, 3), min_size=3, max_size=3))
+    def start(self, slots: int, reserved: list[int]) -> None:
+        self.table: list[frozenset[Party]] = [frozenset()] * slots
+        self.reserved: dict[SessionId, int] = {}
+        for session, count in zip(SESSIONS, reserved, strict=True):
+            if count and sum(self.reserved.values()) + count <= slots:
+                self.reserved[session] = count
+
+    def protected(self) -> list[frozenset[Party]]:
+        return [slot for slot in self.table if slot]
+
+    @rule(party=parties, data=st.data())
+    def take(self, party: Party, data: st.DataObject) -> None:
+        index = data.draw(st.integers(0, len(self.table) - 1))
+        before = self.table[index]
+        self.table[index] = before | {party}
+        protected = self.protected()
+        if is_within_reservation(party, protected, self.reserved):
+            return
+        if common_use(protected, self.reserved) + sum(self.reserved.values()) > len(self.table):
+            self.table[index] = before
+
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        taken = [(index, party) for index, slot in enumerate(self.table) for party in sorted(slot, key=str)]
+        if taken:
+            index, party = data.draw(st.sampled_from(taken))
+            self.table[index] -= {party}
+
+    @rule(session=st.sampled_from(SESSIONS), releases=st.booleans())
+    def end(self, session: SessionId, releases: bool) -> None:
+        """What a call of a session that ended still protects is nobody's reservation any more."""
+        self.reserved.pop(session, None)
+        if releases:
+            self.table = [slot - {session} for slot in self.table]
+
+    @rule(session=st.sampled_from(SESSIONS), count=st.integers(1, 3))
+    def reserve(self, session: SessionId, count: int) -> None:
+        if session in self.reserved or any(session in slot for slot in self.table):
+            return
+        used = common_use(self.protected(), self.reserved)
+        if used + sum(self.reserved.values()) + count <= len(self.table):
+            self.reserved[session] = count
+
+    @invariant()
+    def what_is_reserved_is_there(self) -> None:
+        protected = self.protected()
+        assert owed(protected, self.reserved) <= len(self.table)
+        for session, count in self.reserved.items():
+            if sum(session in slot for slot in protected) < count:
+                assert len(protected) < len(self.table)
 
 
-@given(tables, reservations, st.sampled_from(SESSIONS))
-def test_a_session_that_ends_breaks_no_promise(
-    table: list[frozenset[Party]], reserved: dict[SessionId, int], session: SessionId
-) -> None:
-    assume(holds(table, reserved))
-    after = [slot - {session} for slot in table if slot != {session}]
-    assert holds(after, {other: count for other, count in reserved.items() if other != session})
+Reservations.TestCase.settings = settings(max_examples=300, stateful_step_count=30, deadline=None)
+TestReservations = Reservations.TestCase
