@@ -229,6 +229,13 @@ MUTANTS = (
         f"{HOLDS}::test_what_is_reserved_is_never_taken",
     ),
     Mutant(
+        "a claim outlives the slot",
+        f"{CORE}/slots.py",
+        "            self._slot_claims.pop(digest, None)\n",
+        "            pass\n",
+        f"{WAITING}::test_what_came_back_after_force_is_in_the_room_of_who_brought_it",
+    ),
+    Mutant(
         "joins without asking for room",
         f"{CACHE}/loads.py",
         "            state.residency.slots.check(Demand(str(name), claim.party, state.residency.pins, fills))\n",
@@ -253,7 +260,7 @@ MUTANTS = (
     Mutant(
         "newcomers overtake",
         f"{CORE}/slots.py",
-        "        if not self.queue or self.queue[0] is demand.turn or self._is_within_reservation(party, parties):\n",
+        "        if is_within or not self.queue or self.queue[0] is demand.turn:\n",
         "        if True:\n",
         f"{WAITING}::test_calls_that_wait_are_served_in_their_order_and_before_newcomers",
     ),

@@ -290,8 +290,12 @@ async def test_what_came_back_after_force_is_in_the_room_of_who_brought_it() -> 
     await run_to_fills(bench)
     assert len(bench.cache.layout.in_state(SlotState.FILLING)) == 2
     bench.cache.check_integrity()
-    await run_all(bench)
+    bench.load_pool.run_one(1)
+    await settle()
     assert held.result().slot
+    bench.cache.release_hold(owner, 1)
+    bench.cache.check_integrity()
+    await run_all(bench)
     assert isinstance(task.exception(), SlotsExhausted), "two slots are left to it, and it wants three"
     bench.cache.check_integrity()
 

@@ -17,7 +17,7 @@ from slotcar_client import Client, Session
 from slotcar_sidecar.core import errors as server_errors
 
 from tests.unit.client.fake_engine import A, B, eventually
-from tests.unit.client.ring.fake_ring import FakeRing, Reply, RingEngine, silent, time_is_over_when
+from tests.unit.client.ring.fake_ring import FakeRing, Reply, RingEngine, Silence, silent, time_is_over_when
 
 X = torch.arange(12.0).reshape(3, 4)
 STALE = server_errors.LayoutStale("stale", entries=("sql",))
@@ -218,13 +218,12 @@ def test_a_connection_that_ended_is_made_again(session: Session, ring: FakeRing)
 
 
 def test_a_connection_that_ends_in_the_middle_of_a_call_is_made_again(session: Session, ring: FakeRing) -> None:
-    def end(kind: int) -> None:
-        ring.before = lambda kind: None
+    def end(_: Reply) -> None:
+        ring.reply = lambda _: None
         ring.connections[0].end()
+        raise Silence
 
-    ring.before = end
-    ring.reply = silent
-    threading.Thread(target=lambda: (ring.connections[0].over.wait(20), setattr(ring, "reply", lambda _: None))).start()
+    ring.reply = end
     assert torch.equal(session.forward({"q": X})["q"], X)
     assert len(ring.hellos) == 2
 
