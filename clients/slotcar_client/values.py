@@ -50,8 +50,9 @@ class ServerInfo:
 class AdapterInfo:
     """A name and what it resolves to.
 
-    `tier` is "source", "disk", "host" or "device"; `slot` is None unless it is "device". `sites` and
-    `history`, the digests that the name had before, the latest first, are empty in lists.
+    `tier` is "source", "disk", "host" or "device", or "gone" for an upload that every tier has lost; `slot` is None
+    unless it is "device". `sites` and `history`, the digests that the name had before, the latest first, are empty in
+    lists.
     """
 
     name: str

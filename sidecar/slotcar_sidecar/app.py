@@ -222,7 +222,8 @@ async def _restore(config: Config, cache: AdapterCache, resources: contextlib.Ex
             _log.warning("no journal", extra={"fields": {"reason": reason}})
             cache.events.record(EventKind.STORAGE_FAULT, cache.layout.generation, reason=reason)
     except (JournalInUse, OSError) as error:
-        raise StartError(f"--journal {config.journal} cannot be used: {error}") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise StartError(f"--journal {config.journal} cannot be used: {why}") from error
     await cache.restore(entries, journal)
     _log.info("journal", extra={"fields": {"names": len(entries), "back": len(cache.residency.names)}})
 

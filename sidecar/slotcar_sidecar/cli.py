@@ -19,6 +19,7 @@ from slotcar_client import SlotcarError
 from slotcar_sidecar import completion as shells
 from slotcar_sidecar import console, verbs, watch
 from slotcar_sidecar.config import ENVIRONMENT_PREFIX, Config, ConfigError, parse_size, size_text, unknown_variables
+from slotcar_sidecar.core.errors import RequestInvalid
 
 Command = Callable[..., Any]
 
@@ -109,15 +110,21 @@ def _make_config(settings: dict[str, Any]) -> Config:
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="Hugging Face folder of the base model; only shapes are read.",
 )
-def spec(folder: Path) -> None:
-    """Print the ModelSpec of a Hugging Face folder as JSON, for `serve --model-spec`."""
-    from slotcar_sidecar import app
+@click.option("--embeddings", is_flag=True, help="With the input embedding.")
+@click.option("--tied-head", is_flag=True, help="With a head that shares its weight with the embedding.")
+@click.option("--experts", is_flag=True, help="With the experts of a mixture, and their routers.")
+def spec(folder: Path, **wanted: bool) -> None:
+    """Print the ModelSpec of a Hugging Face folder as JSON, for `serve --model-spec`.
+
+    Its sites are the linear layers, and what few adapters target only if it is asked for: slots have room for every
+    site.
+    """
+    from slotcar_sidecar.store.model import Wanted, model_spec_from_folder
 
     try:
-        model = app.read_model(Config(base_model=folder))
-    except app.StartError as error:
+        model = model_spec_from_folder(folder, Wanted(**wanted))
+    except (RequestInvalid, OSError) as error:
         raise click.ClickException(str(error)) from error
-    assert model is not None
     click.echo(json.dumps(model.to_dict(), indent=1))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from slotcar_sidecar.core.bindings import OnConflict
 from slotcar_sidecar.core.calls import Computed, ForwardCall, LoadCall, MappingCall
 from slotcar_sidecar.core.folded import Folded
 from slotcar_sidecar.core.forward import ForwardItem
@@ -12,7 +13,6 @@ from slotcar_sidecar.core.holds import Hold, HoldTerms
 from slotcar_sidecar.core.ids import AdapterRef, SessionId, SlotId
 from slotcar_sidecar.core.mapping import Mapping
 from slotcar_sidecar.core.pins import HoldOwner, MappingOwner
-from slotcar_sidecar.core.residency import OnConflict
 from slotcar_sidecar.core.session import SessionTerms
 
 from tests.fakes import planes

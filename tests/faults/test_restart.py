@@ -157,6 +157,15 @@ def test_a_damaged_journal_is_set_aside(make: Callable[..., SidecarProcess], lib
         client.load("a", library.root / "a")
 
 
+def test_a_journal_that_is_a_folder_is_refused_in_a_sentence(make: Callable[..., SidecarProcess]) -> None:
+    sidecar = make()
+    folder = sidecar.folder / "journal"
+    folder.mkdir()
+    with pytest.raises(AssertionError, match=f"--journal {folder} cannot be used: it is a folder, wanted a file"):
+        sidecar.start()
+    assert folder.is_dir()
+
+
 def test_two_servers_never_have_one_journal(make: Callable[..., SidecarProcess]) -> None:
     one, other = make(), make()
     with one:

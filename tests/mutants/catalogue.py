@@ -195,8 +195,8 @@ MUTANTS = (
     Mutant(
         "hold counted from the call",
         f"{CACHE}/loads.py",
-        "        warnings = await self._check(weights)\n        residency.check_binding",
-        "        called = state.now()\n        warnings = await self._check(weights)\n        residency.check_binding",
+        "        warnings = await self._losses(weights)\n        residency.check_binding",
+        "        called = state.now()\n        warnings = await self._losses(weights)\n        residency.check_binding",
         f"{HOLDS}::test_the_time_of_a_hold_counts_from_when_the_bytes_are_there",
         also=("AdapterRef(name, adapter.digest), state.now())", "AdapterRef(name, adapter.digest), called)"),
     ),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
+from slotcar_sidecar.core.bindings import OnConflict
 from slotcar_sidecar.core.calls import ForwardCall, LoadCall, MappingCall, PrefetchCall
 from slotcar_sidecar.core.folded import Folded
 from slotcar_sidecar.core.forward import ForwardItem
@@ -18,7 +19,6 @@ from slotcar_sidecar.core.ids import AdapterName, AdapterRef, SessionId
 from slotcar_sidecar.core.mapping import Mapping
 from slotcar_sidecar.core.pins import HoldOwner
 from slotcar_sidecar.core.policy import Eviction
-from slotcar_sidecar.core.residency import OnConflict
 from slotcar_sidecar.core.session import SessionTerms
 
 from tests.fakes.parts import IDLE_SECONDS, SITE, FakeUpload, at_once, digest_of, settle, vector

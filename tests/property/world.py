@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hypothesis.stateful import RuleBasedStateMachine, invariant
+from slotcar_sidecar.core.bindings import OnConflict
 from slotcar_sidecar.core.calls import LoadCall
 from slotcar_sidecar.core.errors import Reason, SlotcarError
 from slotcar_sidecar.core.ids import AdapterName, AdapterRef, SessionId
 from slotcar_sidecar.core.layout import SlotState
 from slotcar_sidecar.core.mapping import Mapping
 from slotcar_sidecar.core.policy import Eviction
-from slotcar_sidecar.core.residency import OnConflict
 
 from tests.fakes.disk import FakeFolder
 from tests.fakes.parts import Bench, make_bench, settle

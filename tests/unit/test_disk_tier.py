@@ -6,11 +6,11 @@ import asyncio
 import dataclasses
 
 import pytest
+from slotcar_sidecar.core.bindings import OnConflict
 from slotcar_sidecar.core.calls import LoadCall
 from slotcar_sidecar.core.errors import CapacityExceeded, SourceUnavailable
 from slotcar_sidecar.core.events import EventKind
 from slotcar_sidecar.core.ids import Digest
-from slotcar_sidecar.core.residency import OnConflict
 
 from tests.fakes.disk import FakeFolder
 from tests.fakes.parts import Bench, FakeUpload, StepExecutor, digest_of, make_bench, settle

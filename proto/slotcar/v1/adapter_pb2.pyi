@@ -35,6 +35,8 @@ class _TierEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Tier.ValueType],
     """In the sidecar's memory, verified."""
     TIER_DEVICE: _Tier.ValueType  # 4
     """In a slot."""
+    TIER_GONE: _Tier.ValueType  # 5
+    """Nowhere any more: it was uploaded, and every tier has lost it. Upload it again."""
 
 class Tier(_Tier, metaclass=_TierEnumTypeWrapper):
     """The fastest place where an adapter's bytes are."""
@@ -49,6 +51,8 @@ TIER_HOST: Tier.ValueType  # 3
 """In the sidecar's memory, verified."""
 TIER_DEVICE: Tier.ValueType  # 4
 """In a slot."""
+TIER_GONE: Tier.ValueType  # 5
+"""Nowhere any more: it was uploaded, and every tier has lost it. Upload it again."""
 Global___Tier: _TypeAlias = Tier  # noqa: Y015
 
 @_typing.final

@@ -913,7 +913,7 @@ class EstimateAdapterRequest(_message.Message):
 
     SOURCE_FIELD_NUMBER: _builtins.int
     source: _builtins.str
-    """A directory under an allowed root, as a path or file:// URI."""
+    """A directory under an allowed root, as a path or file:// URI, or a remote place that the server allows."""
     def __init__(
         self,
         *,

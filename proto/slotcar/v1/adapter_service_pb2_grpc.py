@@ -171,7 +171,9 @@ class AdapterServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def EstimateAdapter(self, request, context):
-        """Reads and verifies an adapter as LoadAdapter does and says what it would take. Has no effect.
+        """Reads and verifies an adapter as LoadAdapter does and says what it would take. Has no effect. It costs what reading
+        for a load does: a remote source is fetched whole, within --fetch-seconds and at --fetch-rate, as the digest and
+        the search for values that no slot can hold take every byte, and the next load fetches it again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

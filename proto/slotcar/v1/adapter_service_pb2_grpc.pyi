@@ -55,7 +55,10 @@ class AdapterServiceStub:
     ListDesired: _grpc.UnaryUnaryMultiCallable[_adapter_service_pb2.ListDesiredRequest, _adapter_service_pb2.ListDesiredResponse]
     """Lists what the file of --adapters declares, and how far each entry is; from one consistent snapshot."""
     EstimateAdapter: _grpc.UnaryUnaryMultiCallable[_adapter_service_pb2.EstimateAdapterRequest, _adapter_service_pb2.EstimateAdapterResponse]
-    """Reads and verifies an adapter as LoadAdapter does and says what it would take. Has no effect."""
+    """Reads and verifies an adapter as LoadAdapter does and says what it would take. Has no effect. It costs what reading
+    for a load does: a remote source is fetched whole, within --fetch-seconds and at --fetch-rate, as the digest and
+    the search for values that no slot can hold take every byte, and the next load fetches it again.
+    """
     PrefetchAdapters: _grpc.UnaryUnaryMultiCallable[_adapter_service_pb2.PrefetchAdaptersRequest, _adapter_service_pb2.PrefetchAdaptersResponse]
     """Brings adapters nearer before they are asked for, each as far as that costs nobody anything: it takes free slots
     and those of adapters that nobody pins, keeps, reserved, or used since the call came, and no slot that a waiting
@@ -100,7 +103,10 @@ class AdapterServiceAsyncStub(AdapterServiceStub):
     ListDesired: _aio.UnaryUnaryMultiCallable[_adapter_service_pb2.ListDesiredRequest, _adapter_service_pb2.ListDesiredResponse]  # type: ignore[assignment]
     """Lists what the file of --adapters declares, and how far each entry is; from one consistent snapshot."""
     EstimateAdapter: _aio.UnaryUnaryMultiCallable[_adapter_service_pb2.EstimateAdapterRequest, _adapter_service_pb2.EstimateAdapterResponse]  # type: ignore[assignment]
-    """Reads and verifies an adapter as LoadAdapter does and says what it would take. Has no effect."""
+    """Reads and verifies an adapter as LoadAdapter does and says what it would take. Has no effect. It costs what reading
+    for a load does: a remote source is fetched whole, within --fetch-seconds and at --fetch-rate, as the digest and
+    the search for values that no slot can hold take every byte, and the next load fetches it again.
+    """
     PrefetchAdapters: _aio.UnaryUnaryMultiCallable[_adapter_service_pb2.PrefetchAdaptersRequest, _adapter_service_pb2.PrefetchAdaptersResponse]  # type: ignore[assignment]
     """Brings adapters nearer before they are asked for, each as far as that costs nobody anything: it takes free slots
     and those of adapters that nobody pins, keeps, reserved, or used since the call came, and no slot that a waiting
@@ -196,7 +202,10 @@ class AdapterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _adapter_service_pb2.EstimateAdapterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_adapter_service_pb2.EstimateAdapterResponse, _abc.Awaitable[_adapter_service_pb2.EstimateAdapterResponse]]:
-        """Reads and verifies an adapter as LoadAdapter does and says what it would take. Has no effect."""
+        """Reads and verifies an adapter as LoadAdapter does and says what it would take. Has no effect. It costs what reading
+        for a load does: a remote source is fetched whole, within --fetch-seconds and at --fetch-rate, as the digest and
+        the search for values that no slot can hold take every byte, and the next load fetches it again.
+        """
 
     @_abc_1.abstractmethod
     def PrefetchAdapters(

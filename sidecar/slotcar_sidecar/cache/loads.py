@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import Collection, Iterator
 
 from slotcar_sidecar.cache.reads import Reads
 from slotcar_sidecar.cache.state import State
+from slotcar_sidecar.core.bindings import Binding
 from slotcar_sidecar.core.calls import Estimate, LoadCall, Loaded
 from slotcar_sidecar.core.errors import CapacityExceeded, ModelUnknown, ShuttingDown, SlotcarError
 from slotcar_sidecar.core.events import EventKind
 from slotcar_sidecar.core.ids import AdapterName, AdapterRef, Digest, SlotId
 from slotcar_sidecar.core.ports import HostAdapter, Upload
 from slotcar_sidecar.core.reservations import Party
-from slotcar_sidecar.core.residency import Binding
 from slotcar_sidecar.core.slots import Claim, Demand
 from slotcar_sidecar.core.tensor import ITEM_BYTES
 
@@ -76,8 +77,10 @@ class Loads:
                 loaded = await self._place(call, hold_token, weights, source)
                 saved = self.save(weights)
             if call.upload is not None or call.on_disk:
-                # The answer says that it is on disk, if that takes it: nobody could read an upload again.
+                # The answer says whether the disk took it: nobody could read an upload again.
                 await saved
+                told = self._unsaved(weights.adapter.digest, on_disk=call.on_disk)
+                loaded = dataclasses.replace(loaded, warnings=(*loaded.warnings, *told))
             if call.on_disk:
                 self.leave_memory(weights.adapter.digest)
             return loaded
@@ -98,7 +101,7 @@ class Loads:
         state, residency = self._state, self._state.residency
         adapter, name = weights.adapter, call.ref.name
         binding = Binding(name, call.on_conflict, call.keep, source, call.in_slot)
-        warnings = await self._check(weights)
+        warnings = await self._losses(weights)
         residency.check_binding(adapter, binding)
         claim = Claim(self._party(call, adapter.digest), bytes=not adapter.source or call.hold is not None)
         # What the name has now stays, too, until the name has moved: a replace is served all the time.
@@ -131,14 +134,16 @@ class Loads:
             return hold.owner.session
         return None
 
-    async def _check(self, weights: HostAdapter) -> tuple[str, ...]:
-        """Whether it can be computed is known before anything is evicted; what it loses is for people to know.
+    async def _check(self, weights: HostAdapter) -> None:
+        """Whether it can be computed is known before anything is evicted. Raises AdapterInvalid."""
+        if self._state.model is not None:
+            await self._state.run(self._state.environment.load_pool, self._state.device.check, weights)
 
-        Raises AdapterInvalid.
-        """
+    async def _losses(self, weights: HostAdapter) -> tuple[str, ...]:
+        """The same, and what it loses in a slot is for people to know."""
         if self._state.model is None:
             return ()
-        return await self._state.run(self._state.environment.load_pool, self._state.device.check, weights)
+        return await self._state.run(self._state.environment.load_pool, self._state.device.losses, weights)
 
     # Steps for whoever needs bytes or slots
 
@@ -164,6 +169,19 @@ class Loads:
         """Begins to store on disk what has a name now; loads do not wait for that."""
         only = self._state.residency.names.is_without_source(weights.adapter.digest)
         return self._state.tiers.save(weights, only=only)
+
+    def _unsaved(self, digest: Digest, *, on_disk: bool) -> tuple[str, ...]:
+        """What people must know of an adapter that the disk tier did not take, if it was to."""
+        disk = self._state.tiers.disk
+        if not disk.capacity_bytes or not self._state.residency.names.is_named(digest):
+            return ()
+        if self._state.residency.names.is_without_source(digest):
+            if disk.retains(digest):
+                return ()
+            return ("the disk tier did not take it: its bytes are in memory alone, and gone when the server ends",)
+        if digest in disk or not on_disk:
+            return ()
+        return ("the disk tier did not take it: it stays in memory, and after a restart its source is read again",)
 
     async def make_resident(self, weights: HostAdapter, name: AdapterName, claim: Claim) -> bool:
         """Fills a slot unless one has the digest; says whether one had. Raises SlotsExhausted or ModelUnknown."""

@@ -16,6 +16,7 @@ from slotcar_sidecar.cache.prefetch import Prefetches
 from slotcar_sidecar.cache.restore import Restore
 from slotcar_sidecar.cache.state import State
 from slotcar_sidecar.cache.threads import Tell, ThreadForwards
+from slotcar_sidecar.core.bindings import Unloaded
 from slotcar_sidecar.core.calls import (
     Capacity,
     Computed,
@@ -38,7 +39,7 @@ from slotcar_sidecar.core.mapping import Mapping
 from slotcar_sidecar.core.model import ModelSpec
 from slotcar_sidecar.core.pins import MappingOwner
 from slotcar_sidecar.core.ports import Device, Environment, Journal, Limits, Tiers, Upload
-from slotcar_sidecar.core.residency import Residency, Unloaded
+from slotcar_sidecar.core.residency import Residency
 from slotcar_sidecar.core.session import Session, Sessions, SessionTerms
 from slotcar_sidecar.core.tensor import ITEM_BYTES
 

@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 from slotcar_sidecar.cache.loads import Loads
 from slotcar_sidecar.cache.state import State
+from slotcar_sidecar.core.bindings import Binding
 from slotcar_sidecar.core.calls import LoadCall
 from slotcar_sidecar.core.errors import Reason, ShuttingDown, SlotcarError
 from slotcar_sidecar.core.events import EventKind
 from slotcar_sidecar.core.ids import AdapterName
 from slotcar_sidecar.core.journal import JournalEntry
 from slotcar_sidecar.core.layout import SlotState
-from slotcar_sidecar.core.residency import Binding
 
 _MAX_UNNAMED = 2
 

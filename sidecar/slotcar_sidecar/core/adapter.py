@@ -64,7 +64,8 @@ class Adapter:
             place = model.place(part.site, part.kind)
             if place is None:
                 raise AdapterInvalid(
-                    f"the adapter has {_adjective(part.kind)}weights for {part.site}, which the model does not have",
+                    f"the adapter has {_adjective(part.kind)}weights for {part.site}, and the model spec has no such "
+                    f"site: {_advice(part, model)}",
                     tensor=part.site,
                     found=part.site,
                     wanted="a site of the model",
@@ -116,6 +117,23 @@ class Adapter:
 
 def _adjective(kind: str) -> str:
     return "" if kind == "linear" else f"{kind} "
+
+
+def _advice(part: SiteLora, model: ModelSpec) -> str:
+    """How the model may get the site: a spec has what few adapters target only if it is asked for."""
+    kinds, path = {site.kind for site in model.sites}, part.site.split(".")
+    is_of_experts = part.kind == "experts" or "experts" in path or path[-1] == "gate"
+    option = ""
+    if part.kind == "embedding" and "embedding" not in kinds:
+        option = "embeddings"
+    elif path[-1] == "lm_head" and part.site not in model.by_name:
+        option = "tied-head"
+    elif is_of_experts and "experts" not in kinds:
+        option = "experts"
+    if not option:
+        return "was it trained on another base model? Where only the names differ, the spec's renames can say so"
+    argument = option.replace("-", "_")
+    return f"make the spec with `slotcar spec --{option}`, or {argument}=True in the engine's model_spec"
 
 
 def _check_shape(part: SiteLora, place: Placement) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from slotcar_sidecar.core.adapter import Adapter
+from slotcar_sidecar.core.bindings import OnConflict, Resident
 from slotcar_sidecar.core.errors import CapacityExceeded, RequestInvalid, SlotcarError
 from slotcar_sidecar.core.folded import Folded
 from slotcar_sidecar.core.forward import ForwardItem, check_items, output_bytes
@@ -15,7 +16,6 @@ from slotcar_sidecar.core.layout import Layout, SlotState
 from slotcar_sidecar.core.model import ModelSpec
 from slotcar_sidecar.core.pins import MappingOwner
 from slotcar_sidecar.core.ports import Limits, Upload
-from slotcar_sidecar.core.residency import OnConflict, Resident
 from slotcar_sidecar.core.tensor import Matrix
 
 MAX_WAIT_SECONDS = 3600.0

@@ -17,6 +17,8 @@ from slotcar_sidecar.core.ids import AdapterName, AdapterRef, Digest
 
 VERSION = 1
 _KIND = "slotcar_journal"
+# What is raised for JSON that is none, or that has another shape.
+_UNEXPECTED = (ValueError, TypeError, LookupError, RecursionError, AttributeError)
 
 
 class JournalDamaged(Exception):
@@ -77,13 +79,14 @@ def decode(data: bytes) -> tuple[JournalEntry, ...]:
     head, _, body = data.partition(b"\n")
     try:
         said = json.loads(head)
-        if said[_KIND] != VERSION:
-            raise JournalDamaged(f"it is of version {str(said[_KIND])[:20]}, wanted {VERSION}")
-        if said["sha256"] != hashlib.sha256(body).hexdigest():
-            raise JournalDamaged("its bytes are not those that were written")
-        entries = tuple(_entry(json.loads(line)) for line in body.splitlines())
-    except (ValueError, TypeError, LookupError, RecursionError, AttributeError, SlotcarError) as error:
-        raise JournalDamaged(f"it cannot be read: {type(error).__name__}") from error
+        version, sha256 = said[_KIND], said["sha256"]
+    except _UNEXPECTED as error:
+        raise JournalDamaged("its first line is not that of a journal") from error
+    if version != VERSION:
+        raise JournalDamaged(f"it is of version {str(version)[:20]}, wanted {VERSION}")
+    if sha256 != hashlib.sha256(body).hexdigest():
+        raise JournalDamaged("its bytes are not those that were written")
+    entries = tuple(_entry(number, line) for number, line in enumerate(body.splitlines(), 2))
     if len({entry.ref.name for entry in entries}) != len(entries):
         raise JournalDamaged("it has a name twice")
     return entries
@@ -100,9 +103,16 @@ def _plain(entry: JournalEntry) -> dict[str, Any]:
     }
 
 
-def _entry(fields: dict[str, Any]) -> JournalEntry:
-    ref = AdapterRef(AdapterName(fields["name"]), Digest(fields["digest"]))
-    source, keep, in_slot = fields["source"], fields["keep"], fields["in_slot"]
+def _entry(number: int, line: bytes) -> JournalEntry:
+    try:
+        fields = json.loads(line)
+        ref = AdapterRef(AdapterName(fields["name"]), Digest(fields["digest"]))
+        source, keep, in_slot = fields["source"], fields["keep"], fields["in_slot"]
+        history = tuple(Digest(text) for text in fields["history"])
+    except SlotcarError as error:
+        raise JournalDamaged(f"line {number}: {error.message}") from error
+    except _UNEXPECTED as error:
+        raise JournalDamaged(f"line {number} does not have what a name has") from error
     if not (isinstance(source, str) and isinstance(keep, bool) and isinstance(in_slot, bool)):
-        raise JournalDamaged("it has a field of another type")
-    return JournalEntry(ref, source, keep, in_slot, tuple(Digest(text) for text in fields["history"]))
+        raise JournalDamaged(f"line {number} has a field of another type")
+    return JournalEntry(ref, source, keep, in_slot, history)

@@ -218,11 +218,11 @@ class Device(Protocol):
     def slot_bytes(self) -> int:
         """Size of one slot over all sites, in bytes; 0 before `shape`."""
 
-    def check(self, weights: HostAdapter) -> tuple[str, ...]:
-        """What the slots' dtype loses of the weights, for people. Blocks; runs in the loader pool.
+    def check(self, weights: HostAdapter) -> None:
+        """Raises AdapterInvalid when they do not fit. Blocks; runs in the loader pool."""
 
-        Raises AdapterInvalid when they do not fit.
-        """
+    def losses(self, weights: HostAdapter) -> tuple[str, ...]:
+        """Checks, and says what the slots' dtype loses of the weights, for people. Blocks as long as a fill does."""
 
     def fill(self, slot: SlotId, weights: HostAdapter) -> None:
         """Writes an adapter into a slot, zero where it has no weights. Blocks; runs in the loader pool.

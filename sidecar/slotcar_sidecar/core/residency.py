@@ -24,7 +24,7 @@ from slotcar_sidecar.core.pins import HoldOwner, MappingOwner, PinOwner, Pins
 from slotcar_sidecar.core.policy import Eviction
 from slotcar_sidecar.core.slots import READABLE, Claim, Demand, Slots
 
-__all__ = ["Binding", "OnConflict", "Residency", "Resident", "Unloaded"]
+__all__ = ["Residency"]
 
 
 class Residency:

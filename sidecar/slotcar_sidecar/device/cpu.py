@@ -120,15 +120,13 @@ class CpuDevice:
         if self._file is not None:
             self._file.close()
 
-    def check(self, weights: HostAdapter) -> tuple[str, ...]:
-        """What a cast to the slot dtype makes zero, for people.
-
-        Raises AdapterInvalid unless the adapter fits the model, and its values fit the slot dtype.
-        """
-        self._check_fits(weights)
+    def losses(self, weights: HostAdapter) -> tuple[str, ...]:
+        """What a cast to the slot dtype makes zero, for people. Raises what `check` raises."""
+        self.check(weights)
         return cast_warnings(host_tensors(weights), self.slot_dtype)
 
-    def _check_fits(self, weights: HostAdapter) -> None:
+    def check(self, weights: HostAdapter) -> None:
+        """Raises AdapterInvalid unless the adapter fits the model, and its values fit the slot dtype."""
         assert self._model is not None, "a device is shaped before it is filled"
         if self._checked.get(id(weights)) is weights:
             return
@@ -143,7 +141,7 @@ class CpuDevice:
         adapter does not target is zero up to it, with rank 0; vectors are written where the adapter has some. Batches
         prepared before keep their ranks and scales. Raises what `check` raises, and has written nothing then.
         """
-        self._check_fits(weights)
+        self.check(weights)
         assert self._file is not None
         assert self._model is not None
         host = host_tensors(weights)

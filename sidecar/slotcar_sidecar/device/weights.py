@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -93,8 +93,9 @@ def padded_rank(adapter: Adapter, max_rank: int) -> int:
 def check_range(weights: HostTensors, slot_dtype: str) -> None:
     """Raises AdapterInvalid, naming the tensor, where a cast to `slot_dtype` would make a finite value infinite."""
     dtype = DTYPES[slot_dtype]
-    for name, values in _slot_tensors(weights):
-        if torch.finfo(values.dtype).max <= torch.finfo(dtype).max or not values.numel():
+    most = torch.finfo(dtype).max
+    for name, values in _slot_tensors(weights, lambda found: torch.finfo(found).max > most):
+        if not values.numel():
             continue
         extremes = torch.stack(torch.aminmax(values))
         if not extremes.to(dtype).isfinite().all():
@@ -103,7 +104,7 @@ def check_range(weights: HostTensors, slot_dtype: str) -> None:
                 f"{name} has {count} of {values.numel()} values that {slot_dtype} slots cannot hold",
                 tensor=name,
                 found=extremes.abs().max().item(),
-                wanted=f"at most {torch.finfo(dtype).max} for {slot_dtype} slots",
+                wanted=f"at most {most} for {slot_dtype} slots",
                 count=count,
             )
 
@@ -113,8 +114,7 @@ def cast_warnings(weights: HostTensors, slot_dtype: str) -> tuple[str, ...]:
     dtype = DTYPES[slot_dtype]
     counts = {
         name: int(((values != 0) & (values.to(dtype) == 0)).sum())
-        for name, values in _slot_tensors(weights)
-        if _least(values.dtype) < _least(dtype)
+        for name, values in _slot_tensors(weights, lambda found: _least(found) < _least(dtype))
     }
     lost = {name: count for name, count in counts.items() if count}
     if not lost:
@@ -130,8 +130,11 @@ def _least(dtype: torch.dtype) -> float:
     return limits.smallest_normal * limits.eps
 
 
-def _slot_tensors(weights: HostTensors) -> Iterator[tuple[str, Tensor]]:
-    """What is cast to the slots' dtype, by its name in the file."""
+def _slot_tensors(weights: HostTensors, may_lose: Callable[[torch.dtype], bool]) -> Iterator[tuple[str, Tensor]]:
+    """What is cast to the slots' dtype from one that may lose by it, by its name in the file."""
     for part in weights.adapter.parts:
-        yield f"{part.site}.lora_A", weights.a[part.site]
-        yield f"{part.site}.lora_B", folded_b(weights, part)
+        a, b = weights.a[part.site], weights.b[part.site]
+        if may_lose(a.dtype):
+            yield f"{part.site}.lora_A", a
+        if may_lose(torch.float32 if part.has_gain else b.dtype):
+            yield f"{part.site}.lora_B", folded_b(weights, part)

@@ -13,6 +13,7 @@ from slotcar.v1 import adapter_pb2, adapter_service_pb2_grpc
 from slotcar.v1 import adapter_service_pb2 as pb
 
 from slotcar_sidecar.cache import AdapterCache
+from slotcar_sidecar.core.bindings import Resident
 from slotcar_sidecar.core.calls import LoadCall, Loaded, PrefetchCall
 from slotcar_sidecar.core.errors import RequestInvalid, ShuttingDown, SourceDenied, SourceUnavailable
 from slotcar_sidecar.core.events import MAX_REPLAY
@@ -20,7 +21,6 @@ from slotcar_sidecar.core.ids import AdapterRef
 from slotcar_sidecar.core.layout import Layout
 from slotcar_sidecar.core.ports import Upload
 from slotcar_sidecar.core.reconcile import DesiredStatus, EntryStatus, FileStatus
-from slotcar_sidecar.core.residency import Resident
 from slotcar_sidecar.rpc import convert, convert_desired, convert_state
 from slotcar_sidecar.rpc.ending import ended_by
 from slotcar_sidecar.rpc.interceptors import readable
@@ -261,7 +261,9 @@ class AdapterService(adapter_service_pb2_grpc.AdapterServiceServicer):
         digest, tiers = resident.adapter.digest, self._cache.tiers
         if digest in tiers.host:
             return adapter_pb2.TIER_HOST
-        return adapter_pb2.TIER_DISK if digest in tiers.disk else adapter_pb2.TIER_SOURCE
+        if digest in tiers.disk:
+            return adapter_pb2.TIER_DISK
+        return adapter_pb2.TIER_SOURCE if resident.source else adapter_pb2.TIER_GONE
 
 
 @contextlib.contextmanager

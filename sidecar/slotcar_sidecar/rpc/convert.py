@@ -16,6 +16,7 @@ from slotcar.v1 import (
 )
 
 from slotcar_sidecar.core.adapter import Adapter
+from slotcar_sidecar.core.bindings import OnConflict, Resident
 from slotcar_sidecar.core.calls import LoadCall
 from slotcar_sidecar.core.errors import RequestInvalid
 from slotcar_sidecar.core.events import Event
@@ -26,7 +27,6 @@ from slotcar_sidecar.core.layout import Layout, SlotState
 from slotcar_sidecar.core.mapping import Mapping
 from slotcar_sidecar.core.model import ModelSpec
 from slotcar_sidecar.core.pins import HoldOwner
-from slotcar_sidecar.core.residency import OnConflict, Resident
 
 DTYPES: dict[str, tensor_pb2.Dtype.ValueType] = {
     "float32": tensor_pb2.DTYPE_FLOAT32,

@@ -24,7 +24,6 @@ __all__ = ["BaseModel"]
 
 # Of each tensor, the first bytes enter the fingerprint: enough to tell the fine-tunes of one model from each other.
 _FINGERPRINT_BYTES = 4096
-_TIED = ("model.embed_tokens", "transformer.wte", "gpt_neox.embed_in", "model.decoder.embed_tokens")
 
 
 class _Version(NamedTuple):
@@ -58,8 +57,9 @@ class BaseModel:
         """What the headers say of a tensor such as `lm_head.weight`; a tied head's is that of the embedding."""
         tensors = self._checkpoint.tensors
         found = tensors.get(name)
-        if found is None and name == f"{HEAD}.weight":
-            found = next((tensors[f"{tied}.weight"] for tied in _TIED if f"{tied}.weight" in tensors), None)
+        embedding = self._checkpoint.input_embedding
+        if found is None and name == f"{HEAD}.weight" and embedding is not None:
+            found = tensors[f"{embedding}.weight"]
         return found
 
     def is_conv1d(self, module: str) -> bool:

@@ -28,6 +28,13 @@ _CONV1D_LEAVES = frozenset({"c_attn", "c_proj", "c_fc", "q_attn"})
 _BARE_LAYERS: Mapping[str, str] = {"h": "transformer", "layers": "model"}
 _BARE_LAYERS_BY_MODEL: Mapping[str, str] = {"gpt_neox": "gpt_neox"}
 _RENAMED: Mapping[str, str] = {"embed_out": HEAD}
+_INPUT_EMBEDDINGS = (
+    "model.embed_tokens",
+    "transformer.wte",
+    "transformer.word_embeddings",
+    "gpt_neox.embed_in",
+    "model.decoder.embed_tokens",
+)
 
 
 class StoredTensor(NamedTuple):
@@ -61,6 +68,19 @@ class Checkpoint:
         for file in _files(folder):
             stored |= _tensors(folder / file)
         return cls(folder, config, _named_as_modules(stored, str(config.get("model_type"))))
+
+    @property
+    def has_own_head(self) -> bool:
+        """Whether the head is there and not tied to the embedding.
+
+        Where the configuration does not say, a head that was saved is one of its own: tied tensors are saved once.
+        """
+        return f"{HEAD}.weight" in self.tensors and not self.config.get("tie_word_embeddings", False)
+
+    @property
+    def input_embedding(self) -> str | None:
+        """The module that turns the ids of tokens into vectors, if it has a name that is known."""
+        return next((name for name in _INPUT_EMBEDDINGS if f"{name}.weight" in self.tensors), None)
 
     def is_conv1d(self, module: str) -> bool:
         """Whether the module's weight is stored [in, out]."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
+import stat
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
@@ -51,8 +53,16 @@ class JournalFile:
             descriptor = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | _FLAGS)
         except FileNotFoundError:
             return ()
-        with os.fdopen(descriptor, "rb") as file:
-            data = file.read(_MAX_BYTES + 1)
+        try:
+            mode = os.fstat(descriptor).st_mode
+            # Anything else must not be set aside as a damaged journal.
+            if not stat.S_ISREG(mode):
+                found = "a folder" if stat.S_ISDIR(mode) else "no regular file"
+                raise OSError(errno.EINVAL, f"it is {found}, wanted a file")
+            with open(descriptor, "rb", closefd=False) as file:
+                data = file.read(_MAX_BYTES + 1)
+        finally:
+            os.close(descriptor)
         if len(data) > _MAX_BYTES:
             raise JournalDamaged(f"it has more than {_MAX_BYTES} bytes")
         return decode(data)

@@ -10,15 +10,19 @@ from pathlib import Path
 
 from slotcar_sidecar.core.model import DTYPES, ModelSpec, Site
 from slotcar_sidecar.store.checkpoint import HEAD, Checkpoint, json_file, refusal
+from slotcar_sidecar.store.optional_sites import Wanted, optional_sites
+
+__all__ = ["Wanted", "model_spec_from_file", "model_spec_from_folder"]
 
 _DTYPE_NAMES: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _EMBEDDING_LEAVES = frozenset({"wte", "wpe"})
-# Experts and what chooses them take rows per expert; transformers 5 has no linear module for them.
+_NOTHING_ELSE = Wanted()
+# Experts and what chooses them take rows per expert; transformers 5 has no linear module for them: see optional_sites.
 _EXPERT_PARTS = frozenset({"experts", "router"})
 
 
-def model_spec_from_folder(folder: Path) -> ModelSpec:
-    """The spec of the model in `folder`: each linear layer's weight is a site; embeddings and a tied head are not.
+def model_spec_from_folder(folder: Path, wanted: Wanted = _NOTHING_ELSE) -> ModelSpec:
+    """The spec of the model in `folder`: each linear layer's weight is a site, and what else is wanted.
 
     Raises RequestInvalid for `base_model`.
     """
@@ -32,7 +36,7 @@ def model_spec_from_folder(folder: Path) -> ModelSpec:
             dtypes.add(_DTYPE_NAMES.get(tensor.dtype))
     if not sites or None in dtypes:
         raise refusal(folder, "no linear layers with float weights", "a causal language model, or --model-spec")
-    return ModelSpec.of(sites, dtype=_dtype(checkpoint, dtypes))
+    return ModelSpec.of([*sites, *optional_sites(checkpoint, wanted)], dtype=_dtype(checkpoint, dtypes))
 
 
 def model_spec_from_file(path: Path) -> ModelSpec:
@@ -47,8 +51,7 @@ def _is_site(module: str, shape: tuple[int, ...], checkpoint: Checkpoint) -> boo
         return False
     if leaf == "gate" or not _EXPERT_PARTS.isdisjoint(parts):
         return False
-    # Where the configuration does not say, a head that was saved is one of its own: tied tensors are saved once.
-    return leaf != HEAD or not checkpoint.config.get("tie_word_embeddings", False)
+    return leaf != HEAD or checkpoint.has_own_head
 
 
 def _dtype(checkpoint: Checkpoint, found: set[str | None]) -> str | None:

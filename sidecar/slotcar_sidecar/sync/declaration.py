@@ -30,10 +30,13 @@ _STATES = {state.value: state for state in Wanted}
 _TIERS = {"device": "device", "host": "host", "disk": "disk"}
 
 
-def declared(text: str) -> DesiredSet:
-    """Raises RequestInvalid for a text that declares nothing, as a whole; `wants` of sound entries otherwise."""
+def declared(text: str, file: str) -> DesiredSet:
+    """Raises RequestInvalid for a text that declares nothing, as a whole; `wants` of sound entries otherwise.
+
+    `file` is what the text's file is called.
+    """
     try:
-        top = parse(text)
+        top = parse(text, file)
     except TextError as error:
         raise RequestInvalid("the file", found=str(error), wanted="YAML without aliases, tags or surprises") from error
     fields = _mapping("the file", top, _TOP_KEYS)

@@ -44,7 +44,7 @@ def read(path: Path) -> Declaration:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise RequestInvalid("the file", found=f"bytes that are not UTF-8 at {error.start}", wanted="UTF-8") from error
-    return Declaration(f"sha256:{hashlib.sha256(data).hexdigest()}", declared(text))
+    return Declaration(f"sha256:{hashlib.sha256(data).hexdigest()}", declared(text, str(path)))
 
 
 def _read(path: Path) -> bytes:

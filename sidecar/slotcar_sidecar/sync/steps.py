@@ -7,11 +7,11 @@ import logging
 from collections.abc import Hashable
 
 from slotcar_sidecar.cache import AdapterCache
+from slotcar_sidecar.core.bindings import OnConflict
 from slotcar_sidecar.core.calls import LoadCall
 from slotcar_sidecar.core.desired import Cause, Loaded, Looked, Refused, Seen, Want, Wanted
 from slotcar_sidecar.core.errors import InternalError, ShuttingDown, SlotcarError, SlotsExhausted
 from slotcar_sidecar.core.ids import AdapterName, AdapterRef, Digest
-from slotcar_sidecar.core.residency import OnConflict
 
 _log = logging.getLogger("slotcar")
 

@@ -6,6 +6,7 @@ the time nor the memory that a text takes is more than in proportion to its size
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 
 import yaml
@@ -35,11 +36,19 @@ class Twice(dict[str, Plain]):
         self.twice: list[str] = []
 
 
+class _Named(io.StringIO):
+    """A text with the name that errors have for it."""
+
+    def __init__(self, text: str, name: str) -> None:
+        super().__init__(text)
+        self.name = name
+
+
 class _Loader(Reader, Scanner, Parser, Composer, BaseResolver):
     """Composes nodes, and knows no types but text."""
 
-    def __init__(self, text: str) -> None:
-        Reader.__init__(self, text)
+    def __init__(self, text: str, name: str) -> None:
+        Reader.__init__(self, _Named(text, name))
         Scanner.__init__(self)
         Parser.__init__(self)
         Composer.__init__(self)
@@ -59,10 +68,10 @@ class _Loader(Reader, Scanner, Parser, Composer, BaseResolver):
             self._depth -= 1
 
 
-def parse(text: str) -> Plain:
-    """The one document in the text. Raises TextError."""
+def parse(text: str, name: str) -> Plain:
+    """The one document in the text of the file called `name`. Raises TextError."""
     try:
-        node = _Loader(text).get_single_node()
+        node = _Loader(text, name).get_single_node()
     except yaml.YAMLError as error:
         raise TextError(" ".join(str(error).split())) from error
     if node is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 
 import pytest
@@ -12,6 +13,9 @@ from slotcar_sidecar.core.ids import AdapterName, AdapterRef, Digest
 from slotcar_sidecar.core.journal import JournalDamaged, JournalEntry, NamesCopy, decode, encode
 
 digests = st.integers(0, 5).map(lambda number: Digest(f"sha256:{number:064x}"))
+GOOD = json.dumps(
+    {"name": "sql", "digest": f"sha256:{1:064x}", "source": "/a", "keep": True, "in_slot": False, "history": []}
+).encode()
 names = st.from_regex(r"[a-z][a-z0-9._-]{0,9}", fullmatch=True).map(AdapterName)
 entries = st.lists(
     st.builds(
@@ -52,6 +56,34 @@ def test_whatever_lies_there_is_damaged(junk: bytes) -> None:
 def test_another_head_is_damaged(head: object) -> None:
     with pytest.raises(JournalDamaged):
         decode(json.dumps(head).encode() + b"\n")
+
+
+def sealed(body: bytes) -> bytes:
+    """What somebody wrote who knows the format."""
+    return json.dumps({"slotcar_journal": 1, "sha256": hashlib.sha256(body).hexdigest()}).encode() + b"\n" + body
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"", "its first line is not that of a journal"),
+        (b"[1]\n", "its first line is not that of a journal"),
+        (b"[" * 100_000, "its first line is not that of a journal"),
+        (b'{"slotcar_journal": 2, "sha256": ""}\n', "it is of version 2, wanted 1"),
+        (b'{"slotcar_journal": 1, "sha256": ""}\n', "its bytes are not those that were written"),
+        (sealed(b"{}\n"), "line 2 does not have what a name has"),
+        (sealed(GOOD + b"\n\xff\n"), "line 3 does not have what a name has"),
+        (sealed(GOOD.replace(b"true", b"1")), "line 2 has a field of another type"),
+        (sealed(GOOD.replace(b'"sql"', b'"../x"')), "line 2: name is '../x'"),
+        (sealed(GOOD + b"\n" + GOOD), "it has a name twice"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_reason_is_for_people(data: bytes, why: str) -> None:
+    with pytest.raises(JournalDamaged) as caught:
+        decode(data)
+    assert str(caught.value).startswith(why)
+    assert "Error" not in str(caught.value)
 
 
 def test_residents_come_first_in_their_order() -> None:

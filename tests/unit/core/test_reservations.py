@@ -91,5 +91,5 @@ class Reservations(RuleBasedStateMachine):
                 assert len(protected) < len(self.table)
 
 
-Reservations.TestCase.settings = settings(max_examples=300, stateful_step_count=30, deadline=None)
+Reservations.TestCase.settings = settings(max_examples=300, stateful_step_count=30)
 TestReservations = Reservations.TestCase

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from slotcar_sidecar.core.errors import AdapterInvalid, AdapterUnsupported, Requ
 from slotcar_sidecar.core.forward import check_items
 from slotcar_sidecar.core.model import ModelSpec
 from slotcar_sidecar.device.cpu import CpuDevice
-from slotcar_sidecar.device.weights import cast_warnings
+from slotcar_sidecar.device.weights import cast_warnings, check_range, folded_b
 
 from tests.fakes.weights import weights_of_parts
 from tests.tolerances import assert_same_bits
@@ -176,11 +177,11 @@ def test_numbers_out_of_range_are_refused_at_each_execution(site: str, count: in
 @pytest.mark.parametrize(
     ("part", "error", "message"),
     [
-        (lora("embed", 2, (TOKENS, WIDTH)), AdapterInvalid, "does not have"),
+        (lora("embed", 2, (TOKENS, WIDTH)), AdapterInvalid, "no such site"),
         (lora("lm_head", 2, (WIDTH, TOKENS), kind="embedding"), AdapterInvalid, "embedding weights for lm_head"),
-        (lora("layer.experts.3.up_proj", 2, (WIDTH, 40)), AdapterInvalid, "does not have"),
-        (lora("layer.experts.*.up_proj", 2, (WIDTH, 40)), AdapterInvalid, "does not have"),
-        (lora("layer.experts.01.up_proj", 2, (WIDTH, 40)), AdapterInvalid, "does not have"),
+        (lora("layer.experts.3.up_proj", 2, (WIDTH, 40)), AdapterInvalid, "no such site"),
+        (lora("layer.experts.*.up_proj", 2, (WIDTH, 40)), AdapterInvalid, "no such site"),
+        (lora("layer.experts.01.up_proj", 2, (WIDTH, 40)), AdapterInvalid, "no such site"),
         (lora("layer.q_proj", 2, (WIDTH, 8)), AdapterInvalid, "24 → 8, the model's is 24 → 16"),
         (lora("layer.experts.down_proj", 2, (40, WIDTH), kind="experts", experts=2), AdapterInvalid, "2 experts"),
         (
@@ -219,3 +220,18 @@ def test_what_a_cast_loses() -> None:
     with pytest.raises(AdapterInvalid, match=r"lm_head\.lora_B has 2 of 26 values") as refused:
         device(slot_dtype="float16").check(small)
     assert refused.value.facts["count"] == "2"
+
+
+def test_a_gain_is_folded_in_only_where_a_cast_may_lose_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    dora = weights_of_parts([lora("lm_head", 2, (WIDTH, TOKENS), has_gain=True)])
+    folded: list[str] = []
+
+    def counted(host: Any, part: SiteLora) -> torch.Tensor:
+        folded.append(part.site)
+        return folded_b(host, part)
+
+    monkeypatch.setattr("slotcar_sidecar.device.weights.folded_b", counted)
+    for slot_dtype, times in (("float32", 0), ("bfloat16", 2), ("float16", 4)):
+        check_range(dora, slot_dtype)
+        cast_warnings(dora, slot_dtype)
+        assert folded == ["lm_head"] * times

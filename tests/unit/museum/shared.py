@@ -14,11 +14,11 @@ from slotcar_kernels.cpu import lora_forward
 from slotcar_kernels.plan import plan_rows
 from slotcar_kernels.reference import lora_delta
 from slotcar_kernels.sites import SiteSlots
+from slotcar_sidecar.core.bindings import OnConflict
 from slotcar_sidecar.core.calls import LoadCall, Loaded
 from slotcar_sidecar.core.forward import ForwardItem
 from slotcar_sidecar.core.ids import SlotId
 from slotcar_sidecar.core.model import ModelSpec, Site
-from slotcar_sidecar.core.residency import OnConflict
 from slotcar_sidecar.core.tensor import Matrix
 from slotcar_sidecar.device.cpu import CpuDevice
 from slotcar_sidecar.store.peft import read_peft

@@ -21,7 +21,7 @@ SITE = "model.layers.0.self_attn.q_proj"
 GOOD_CONFIG = json.dumps(dict(MINIMAL_CONFIG)).encode()
 GOOD = save(raw_tensors(SITE, features=(2, 2)))
 
-quick = settings(max_examples=100, deadline=None)
+quick = settings(max_examples=100)
 
 
 @quick

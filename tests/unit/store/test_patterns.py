@@ -38,7 +38,7 @@ def test_the_value_is_pefts(patterns: dict[str, int]) -> None:
     assert set(result.unused).isdisjoint(get_pattern_key(list(patterns), module) for module in MODULES)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.dictionaries(st.text(alphabet=r"abq.\d*+?()|[]^$-", max_size=12), st.integers(), max_size=3))
 def test_any_pattern_is_matched_as_by_peft_or_refused(patterns: dict[str, int]) -> None:
     modules = ["a.b", "ab.q", "q", "b-d.a.a"]

@@ -167,7 +167,7 @@ entries = st.builds(entry, st.sampled_from(["F32", "F16", "BF16"]), st.lists(num
 neighbours = st.lists(st.tuples(st.sampled_from(["F32", "F16", "BF16"]), st.integers(0, 3)), max_size=4)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(header=st.dictionaries(st.text(max_size=3), entries, max_size=3), size=st.integers(0, 24))
 def test_no_file_is_taken_that_the_library_refuses(header: dict[str, Any], size: int) -> None:
     data = with_header(header, bytes(range(size)))
@@ -175,7 +175,7 @@ def test_no_file_is_taken_that_the_library_refuses(header: dict[str, Any], size:
         assert_same(read_tensors(data, "file"), deserialize(data))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(neighbours)
 def test_a_file_that_the_library_takes_is_taken_alike(tensors: list[tuple[str, int]]) -> None:
     header, end = {}, 0

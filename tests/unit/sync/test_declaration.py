@@ -9,14 +9,19 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from slotcar_sidecar.core.desired import Malformed, Want, Wanted
+from slotcar_sidecar.core.desired import DesiredSet, Malformed, Want, Wanted
 from slotcar_sidecar.core.errors import RequestInvalid, SlotcarError, SourceUnavailable
 from slotcar_sidecar.core.ids import AdapterName, Digest
-from slotcar_sidecar.sync import file
-from slotcar_sidecar.sync.declaration import MAX_ENTRIES, declared
+from slotcar_sidecar.sync import declaration, file
+from slotcar_sidecar.sync.declaration import MAX_ENTRIES
 
 HEAD = "apiVersion: slotcar.dev/v1\n"
 DIGEST = "sha256:" + "a" * 64
+FILE = "/etc/slotcar/adapters.yaml"
+
+
+def declared(text: str) -> DesiredSet:
+    return declaration.declared(text, FILE)
 
 
 def text(*entries: str, head: str = HEAD) -> str:
@@ -115,6 +120,14 @@ BAD_TEXTS = {
 def test_a_bad_text_declares_nothing(name: str) -> None:
     with pytest.raises(RequestInvalid):
         declared(BAD_TEXTS[name])
+
+
+@pytest.mark.parametrize("name", ["cut in a flow", "a tab", "two documents", "a control character"])
+def test_a_text_that_is_no_yaml_is_refused_with_the_name_of_its_file(name: str) -> None:
+    with pytest.raises(RequestInvalid) as caught:
+        declared(BAD_TEXTS[name])
+    assert f'in "{FILE}", ' in caught.value.facts["found"]
+    assert "<unicode string>" not in str(caught.value)
 
 
 def test_a_bomb_of_aliases_is_refused_at_the_first() -> None:

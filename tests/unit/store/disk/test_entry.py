@@ -72,7 +72,7 @@ def test_bytes_that_are_not_those_are_seen_when_read_back(path: Path) -> None:
     os.close(descriptor)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_no_flipped_bit_comes_through(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """But in the gaps between tensors, which nobody reads."""
