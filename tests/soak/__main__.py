@@ -21,7 +21,7 @@ from tests.soak.plan import Plan, Pools
 from tests.soak.records import load
 
 _TOLD = 20
-# A server that has just started grows for some minutes, ever slower, until the allocator's holes are as many as they get.
+# A fresh server grows for some minutes, ever slower, until the allocator has as many holes as it gets.
 _CALM_SHARE, _LEAST_CALM_SECONDS, _WARM_UP_SHARE = 1 / 3, 1080.0, 4 / 9
 
 
