@@ -50,7 +50,7 @@ class Plan:
     calm_seconds: float = 200.0
     warm_up_seconds: float = 60.0
     clients: int = 3
-    server_death_gap: Gap = (22.0, 34.0)
+    server_death_gap: Gap = (16.0, 28.0)
     server_pause_gap: Gap = (30.0, 60.0)
     client_fault_gap: Gap = (7.0, 11.0)
     least_client_faults: int = 0
