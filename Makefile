@@ -16,6 +16,8 @@ BENCH_FLAGS ?=
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+VLLM := .venv-vllm/bin/python
+VLLM_INSTALLED := .venv-vllm/.installed
 WIRE := tests/golden/slotcar.v1.txt
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 
@@ -25,15 +27,17 @@ export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints/dev.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # Each xdist worker owns one core; two OpenMP threads on a busy core make kernels many times slower.
-test test-full soak: export OMP_NUM_THREADS := 1
-test test-full soak: export OMP_WAIT_POLICY := PASSIVE
-test test-full demo: export TOKENIZERS_PARALLELISM := false
+test test-full test-vllm soak: export OMP_NUM_THREADS := 1
+test test-full test-vllm soak: export OMP_WAIT_POLICY := PASSIVE
+test test-full test-vllm demo: export TOKENIZERS_PARALLELISM := false
 # No test and no demo may fetch a model from anywhere.
-test test-full demo: export HF_HUB_OFFLINE := 1
+test test-full test-vllm bench-vllm demo: export HF_HUB_OFFLINE := 1
+# Nor may an engine tell its makers that it ran.
+test-vllm bench-vllm: export VLLM_NO_USAGE_STATS := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-full soak lint format proto docs golden bench bench-full native train-adapters lock apt apt-full build clean
+.PHONY: help install demo test test-full test-vllm soak lint format proto docs golden bench bench-full bench-vllm native train-adapters lock apt apt-full build clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | \
@@ -59,6 +63,14 @@ test: $(INSTALLED) ## Run the fast part of every suite, ten to fifteen minutes o
 
 test-full: $(INSTALLED) ## Run every suite that needs no GPU, the long ones too
 	$(BIN)/pytest -n 2 -m 'not gpu' $(PYTEST_FLAGS)
+
+test-vllm: $(VLLM_INSTALLED) ## Run the tests with a real vLLM, in an environment of its own, ten minutes on two cores
+	$(VLLM) -m pytest tests/vllm $(PYTEST_FLAGS)
+
+$(VLLM_INSTALLED): pyproject.toml hatch_build.py constraints/vllm.txt tests/vllm/environment.py
+	@echo 'installing vLLM into .venv-vllm; the first time takes some minutes, and 3.5 GB'
+	$(PYTHON) tests/vllm/environment.py .venv-vllm $(PIP_FLAGS)
+	@touch $@
 
 soak: $(INSTALLED) ## Kill clients and servers for MINUTES (10) and recompute every row offline
 	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(SOAK_FLAGS)
@@ -93,6 +105,9 @@ bench: $(INSTALLED) ## Measure everything against its peers in under five minute
 bench-full: $(INSTALLED) ## Measure all cases, on a machine that does nothing else, and rewrite docs/measurements
 	$(BIN)/python -m tests.bench --out build/bench.jsonl $(BENCH_FLAGS)
 	$(BIN)/python -m tests.bench.report build/bench.jsonl --out docs/measurements
+
+bench-vllm: $(VLLM_INSTALLED) ## Measure vLLM with slotcar and with its own LoRA, about ten minutes, and rewrite their table
+	$(VLLM) -m tests.bench.vllm --out build/bench-vllm.jsonl --table docs/measurements/vllm.md $(BENCH_FLAGS)
 
 native: $(INSTALLED) ## Compile the CPU kernel again, after a change of its sources
 	$(BIN)/python kernels/build_native.py

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.server import SidecarProcess
+
+# vLLM has an environment of its own, in which `make test-vllm` runs that suite.
+collect_ignore = [] if find_spec("vllm") else ["vllm"]
 
 
 @pytest.fixture

@@ -25,9 +25,14 @@ def client_version() -> str:
         return ""
 
 
+def chosen_target(environ: Mapping[str, str] = os.environ) -> str:
+    """The target that the environment names, "" when it names none."""
+    return environ.get(TARGET_VARIABLE, "")
+
+
 def default_target(environ: Mapping[str, str] = os.environ) -> str:
     """The target that the environment names, else the one that a sidecar has by default."""
-    return environ.get(TARGET_VARIABLE) or DEFAULT_TARGET
+    return chosen_target(environ) or DEFAULT_TARGET
 
 
 def grpc_target(target: str) -> str:
@@ -45,3 +50,8 @@ def grpc_target(target: str) -> str:
 def unix_path(target: str) -> str | None:
     """The path of a target that is a unix socket, else None."""
     return target.removeprefix("unix:").removeprefix("//") if target.startswith("unix:") else None
+
+
+def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Those of the environment that are slotcar's, for integrations that have settings of their own."""
+    return {name: text for name, text in environ.items() if name.startswith("SLOTCAR_")}
