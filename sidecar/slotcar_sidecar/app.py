@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ctypes
 import functools
+import gc
 import logging
 import platform
 import secrets
@@ -88,6 +89,9 @@ async def run(config: Config) -> None:
     for number in _SIGNALS:
         loop.add_signal_handler(number, stop.set)
     _keep_freed_memory()
+    # What was imported stays: full collections are short then, and come as soon as there is garbage worth it.
+    gc.freeze()
+    gc.collect()
     with contextlib.ExitStack() as resources:
         planes = offered_planes(config)
         for address in config.addresses:
