@@ -70,6 +70,9 @@ class InProcess:
     def sites_of(self, mapping: Mapped) -> tuple[frozenset[str], ...]:
         return (frozenset(self._slots.sites),) * len(mapping.entries)
 
+    def sites_needing_base(self, mapping: Mapped) -> tuple[frozenset[str], ...]:
+        return (frozenset(),) * len(mapping.entries)
+
     @contextlib.contextmanager
     def rows(self, entries: Sequence[str]) -> Iterator[Mapped]:
         self._follower(self._mapping)
