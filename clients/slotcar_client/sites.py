@@ -66,13 +66,17 @@ def rank_sites(spec: model_pb2.ModelSpec) -> Sites:
     return {site.name: _rank_site(number, site, max(spec.tensor_parallel, 1)) for number, site in enumerate(spec.sites)}
 
 
+def site_parts(site: model_pb2.Site) -> list[tuple[int, int]]:
+    """The width of each part, of all ranks, and how many neighbouring ranks have the same shard of it."""
+    return [(part.out_features, max(part.copies, 1)) for part in site.parts] or [(site.out_features, 1)]
+
+
 def _rank_site(number: int, site: model_pb2.Site, ranks: int) -> RankSite:
     embedding = site.kind == model_pb2.SITE_KIND_EMBEDDING
     in_features, out_features = 0 if embedding else site.in_features, site.out_features
     if site.shard == model_pb2.SHARD_ROW:
         in_features //= ranks
     elif site.shard == model_pb2.SHARD_COLUMN:
-        parts = [(part.out_features, max(part.copies, 1)) for part in site.parts] or [(out_features, 1)]
-        bounds = [shard(features, 0, ranks, copies) for features, copies in parts]
+        bounds = [shard(features, 0, ranks, copies) for features, copies in site_parts(site)]
         out_features = sum(end for _, end in bounds)
     return RankSite(number, site, in_features, out_features, site.in_features if embedding else site.experts)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
+from google.protobuf.message import Message
 from slotcar.v1 import adapter_pb2, adapter_service_pb2
 
 from slotcar_client import convert
@@ -13,7 +15,6 @@ from slotcar_client.errors import RequestInvalid
 from slotcar_client.values import (
     AdapterInfo,
     Capacity,
-    DesiredAdapter,
     DesiredSet,
     Estimate,
     LoadReport,
@@ -83,43 +84,31 @@ def get(ref: str) -> Plan[AdapterInfo]:
 
 
 def snapshot() -> Plan[Snapshot]:
-    adapters: list[AdapterInfo] = []
-    token = ""
-    while True:
-        page: adapter_service_pb2.ListAdaptersResponse = yield Call(
-            adapter_service_pb2.ListAdaptersRequest(page_size=PAGE_SIZE, page_token=token)
-        )
-        adapters.extend(convert.adapter(adapter) for adapter in page.adapters)
-        token = page.next_page_token
-        if not token:
-            return Snapshot(tuple(adapters), convert.layout(page.layout))
+    pages: list[adapter_service_pb2.ListAdaptersResponse] = yield from _pages(adapter_service_pb2.ListAdaptersRequest)
+    adapters = tuple(convert.adapter(adapter) for page in pages for adapter in page.adapters)
+    return Snapshot(adapters, convert.layout(pages[-1].layout))
 
 
 def sessions() -> Plan[tuple[SessionInfo, ...]]:
-    found: list[SessionInfo] = []
-    token = ""
-    while True:
-        page: adapter_service_pb2.ListSessionsResponse = yield Call(
-            adapter_service_pb2.ListSessionsRequest(page_size=PAGE_SIZE, page_token=token)
-        )
-        found.extend(convert.session(session) for session in page.sessions)
-        token = page.next_page_token
-        if not token:
-            return tuple(found)
+    pages: list[adapter_service_pb2.ListSessionsResponse] = yield from _pages(adapter_service_pb2.ListSessionsRequest)
+    return tuple(convert.session(session) for page in pages for session in page.sessions)
 
 
 def desired() -> Plan[DesiredSet]:
-    found: list[DesiredAdapter] = []
+    pages: list[adapter_service_pb2.ListDesiredResponse] = yield from _pages(adapter_service_pb2.ListDesiredRequest)
+    last = pages[-1]
+    file = convert.desired_file(last.file) if last.HasField("file") else None
+    return DesiredSet(file, tuple(convert.desired_adapter(adapter) for page in pages for adapter in page.adapters))
+
+
+def _pages(request: Callable[..., Message]) -> Plan[list[Any]]:
+    """Every page of a list, of which `request` asks for one."""
+    pages: list[Any] = []
     token = ""
-    while True:
-        page: adapter_service_pb2.ListDesiredResponse = yield Call(
-            adapter_service_pb2.ListDesiredRequest(page_size=PAGE_SIZE, page_token=token)
-        )
-        found.extend(map(convert.desired_adapter, page.adapters))
-        token = page.next_page_token
-        if not token:
-            file = convert.desired_file(page.file) if page.HasField("file") else None
-            return DesiredSet(file, tuple(found))
+    while not pages or token:
+        pages.append((yield Call(request(page_size=PAGE_SIZE, page_token=token))))
+        token = pages[-1].next_page_token
+    return pages
 
 
 def end_session(session: str) -> Plan[bool]:

@@ -7,7 +7,7 @@ whose adapters are the sidecar's.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,6 @@ os.environ.update(
 )
 
 import pytest
-import slotcar_client
-from slotcar_client import Client
 
 from tests.server import SidecarProcess
 from tests.vllm.stage import WORKER, Engine, engine, save
@@ -66,17 +64,3 @@ def _surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test sets of the environment is gone after it."""
     for name in [name for name in os.environ if name.startswith("SLOTCAR_")]:
         monkeypatch.delenv(name)
-
-
-@pytest.fixture
-def connect() -> Iterator[Callable[[SidecarProcess], Client]]:
-    """Clients of sidecars, as a router or an operator has them."""
-    made: list[Client] = []
-
-    def connected(sidecar: SidecarProcess) -> Client:
-        made.append(slotcar_client.connect(sidecar.target, timeout_seconds=60))
-        return made[-1]
-
-    yield connected
-    for client in made:
-        client.close()

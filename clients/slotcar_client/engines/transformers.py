@@ -137,7 +137,7 @@ class Attachment:
         mapping = self._mapping_at(site)
         if mapping is None:
             return None
-        x: torch.Tensor = args[0] if args else next(iter(kwargs.values()))
+        x = _first(args, kwargs)
         rows = self._rows(site, list(x.shape[:-1]), mapping)
         if site in self._needing:
             base = _flat(output)
@@ -155,7 +155,7 @@ class Attachment:
         mapping = self._mapping_at(site)
         if mapping is None:
             return None
-        ids: torch.Tensor = args[0] if args else next(iter(kwargs.values()))
+        ids = _first(args, kwargs)
         rows, aux = self._rows(site, list(ids.shape), mapping), {site: ids.reshape(-1)}
         spans = list(_row_slices(self._spans[site], rows))
         if site in self._needing:
@@ -167,14 +167,14 @@ class Attachment:
 
     def _note_batch(self, block: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._mapping is not None:
-            x = args[0] if args else next(iter(kwargs.values()))
+            x = _first(args, kwargs)
             self._batches[block] = list(x.shape[:-1])
 
     def _route(self, site: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         mapping = self._mapping_at(site)
         if mapping is None:
             return None
-        x: torch.Tensor = args[0] if args else next(iter(kwargs.values()))
+        x = _first(args, kwargs)
         rows = self._rows(site, list(x.shape[:-1]), mapping)
         aux = {site: nn.functional.linear(_flat(x), module.weight)} if site in self._needing else None  # type: ignore[arg-type]
         delta = self._session.forward({site: _flat(x)}, rows, aux=aux, mapping=mapping)[site]
@@ -273,6 +273,12 @@ def _hooked(model: nn.Module, spec: model_pb2.ModelSpec | None) -> tuple[dict[st
 def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
     disabled: Callable[..., Any] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
     return disabled
+
+
+def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """A module's input, by place or by any name."""
+    x: torch.Tensor = args[0] if args else next(iter(kwargs.values()))
+    return x
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:

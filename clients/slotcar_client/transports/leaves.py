@@ -8,6 +8,8 @@ from slotcar.shm.slots import BIAS, LeafShape, shard
 from slotcar.v1 import model_pb2
 from torch import Tensor
 
+from slotcar_client.sites import site_parts
+
 __all__ = ["Leaf", "RankLeaves", "leaf_shapes", "leaves_by_site"]
 
 
@@ -56,7 +58,7 @@ def leaves_by_site(spec: model_pb2.ModelSpec) -> dict[str, list[Leaf]]:
     leaves: dict[str, list[Leaf]] = {}
     number = 0
     for site in spec.sites:
-        parts = [(part.out_features, max(part.copies, 1)) for part in site.parts] or [(site.out_features, 1)]
+        parts = site_parts(site)
         embedding = site.kind == model_pb2.SITE_KIND_EMBEDDING
         leaves[site.name] = [
             Leaf(number + index, LeafShape(site.in_features, out, site.experts, embedding), site.shard, copies)

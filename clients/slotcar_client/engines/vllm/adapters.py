@@ -18,7 +18,7 @@ from vllm.lora.request import LoRARequest
 from slotcar_client.client import Client
 from slotcar_client.engines.vllm.deltas import Sites
 from slotcar_client.engines.vllm.ranks import Ranks
-from slotcar_client.engines.vllm.requests import Asked, asked_by, plain_name
+from slotcar_client.engines.vllm.requests import Asked, asked_by, plain_name, version_ref
 from slotcar_client.errors import AdapterNotFound, RequestInvalid, SlotcarError, Unavailable
 from slotcar_client.recovery import is_away
 from slotcar_client.session import Hold, Session
@@ -135,7 +135,7 @@ class Keeper:
         ref = asked.ref
         if asked.source:
             report = self._client.load(asked.name, asked.source, replace=asked.replace, tier="host")
-            ref = f"{asked.name}@{report.digest}"
+            ref = version_ref(asked.name, report.digest)
         if ref in self._held:
             return self._held[ref].version
         hold = self._session.hold(ref)

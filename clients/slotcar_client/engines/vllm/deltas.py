@@ -38,21 +38,14 @@ class Deltas:
         self._session: MappedSession | None = None
         self._mapping: Mapping | None = None
         self._rows = Rows()
-        self._sites: Sites = frozenset()
+        self._of_each: list[Sites] = []
         self._wanted: dict[int, tuple[Part, ...]] = {}
-
-    @property
-    def in_use(self) -> bool:
-        """Whether a row of this step has an adapter."""
-        return self._mapping is not None
 
     def use(self, session: MappedSession, mapping: Mapping, rows: Rows, sites: ReadOnlyDict[str, Sites]) -> None:
         """The next passes are for these rows, the entries of `mapping`; `sites` has those of each version."""
         of_each = [sites.get(ref) for ref in rows.versions]
-        known = [each for each in of_each if each is not None]
-        targets = frozenset().union(*known) if len(known) == len(of_each) else None
-        if targets != self._sites:
-            self._sites, self._wanted = targets, {}
+        if of_each != self._of_each:
+            self._of_each, self._wanted = of_each, {}
         self._session, self._mapping, self._rows, self.failure = session, mapping, rows, None
 
     def use_base(self) -> None:
@@ -68,17 +61,13 @@ class Deltas:
         finally:
             self._mapping = mapping
 
-    def adds_to(self, part: Part) -> bool:
-        """Whether a version of this step has weights at that site."""
-        return self.in_use and (self._sites is None or part.name in self._sites)
-
     def add(self, layer: Layer, y: torch.Tensor, x: torch.Tensor) -> None:
         """y [rows, out] += the delta of each row at the layer's sites, for x [rows, in] or the ids of tokens."""
         if self._mapping is None or self.failure is not None:
             return
         parts = self._wanted.get(layer.number)
         if parts is None:
-            parts = self._wanted[layer.number] = tuple(filter(self.adds_to, layer.parts))
+            parts = self._wanted[layer.number] = tuple(filter(self._has_weights, layer.parts))
         if not parts:
             return
         try:
@@ -88,6 +77,10 @@ class Deltas:
         except Exception as error:  # nothing may leave a layer: other ranks wait in the next one
             _log.exception("a delta could not be computed")
             self.failure = InternalError(f"{type(error).__name__}: {error}")
+
+    def _has_weights(self, part: Part) -> bool:
+        """Whether a version of this step may have any at that site."""
+        return any(sites is None or part.name in sites for sites in self._of_each)
 
     def _add(self, layer: Layer, parts: Sequence[Part], y: torch.Tensor, x: torch.Tensor) -> None:
         assert self._session is not None

@@ -97,15 +97,14 @@ def _packed(name: str, layer: MergedColumnParallelLinearWithLoRA, packed: Sequen
 
 def _shards(name: str, layer: ColumnParallelLinearWithLoRA) -> list[model_pb2.SitePart]:
     """How ranks cut one module that has several widths side by side; none for a plain one."""
-    sizes = _full_widths(layer) if isinstance(layer, QKVParallelLinearWithLoRA) else None
-    if sizes is None:
-        sizes = getattr(layer.base_layer, "output_sizes", None)
-    if sizes is None or len(sizes) == 1:
+    if not isinstance(layer, QKVParallelLinearWithLoRA) and getattr(layer.base_layer, "output_sizes", None) is None:
         return []
-    copies = _copies(layer) if isinstance(layer, QKVParallelLinearWithLoRA) else [1] * len(sizes)
+    sizes = _full_widths(layer)
+    if len(sizes) == 1:
+        return []
     return [
         model_pb2.SitePart(name=f"{name}.{index}", out_features=size, copies=count)
-        for index, (size, count) in enumerate(zip(sizes, copies, strict=True))
+        for index, (size, count) in enumerate(zip(sizes, _copies(layer), strict=True))
     ]
 
 

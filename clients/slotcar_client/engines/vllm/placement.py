@@ -8,11 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from slotcar_client.client import Client
 from slotcar_client.engines.vllm.adapters import Keeper
 from slotcar_client.engines.vllm.opening import waited
-from slotcar_client.engines.vllm.rows import Scheduled, rows_of
+from slotcar_client.engines.vllm.rows import Rows
 from slotcar_client.engines.vllm.settings import Settings
 from slotcar_client.entries import BASE, Entry
 from slotcar_client.errors import SlotcarError, SlotsExhausted
@@ -55,24 +56,24 @@ class Placement:
             self._refresh(len(mapped))
         return self._slots
 
-    def place(self, batch: Sequence[Scheduled], *, repair: bool) -> Placed:
-        """Sets the mapping of the batch. repair: the last one failed, or what it needs may be gone.
+    def place(self, rows: Rows, *, repair: bool) -> Placed:
+        """Sets the mapping of a step's rows. repair: the last one failed, or what it needs may be gone.
 
         Raises SlotcarError when nobody can be served, Unavailable after the time that a step waits.
         """
         if not repair:
             try:
-                self._set(batch, _versions(batch))
+                self._set(rows, rows.versions)
                 return self._placed()
             except SlotcarError:  # looked into below, version by version
                 pass
-        return waited(lambda: self._repaired(batch), self._settings.step_wait_seconds)
+        return waited(lambda: self._repaired(rows), self._settings.step_wait_seconds)
 
-    def _repaired(self, batch: Sequence[Scheduled]) -> Placed:
-        versions = _versions(batch)
+    def _repaired(self, rows: Rows) -> Placed:
+        versions = rows.versions
         lost = {ref: error for ref, error in self.keeper.renew(versions).items() if ref in versions}
         wanted = [ref for ref in versions if ref not in lost]
-        served = self._fitting(batch, wanted) if wanted else 0
+        served = self._fitting(rows, wanted) if wanted else 0
         postponed = frozenset(wanted[served:])
         if postponed:
             self._slots = max(served, 1)
@@ -81,21 +82,21 @@ class Placement:
     def _placed(self, lost: dict[str, SlotcarError] | None = None, postponed: Collection[str] = ()) -> Placed:
         return Placed(self._session.session_id, self._entries, lost or {}, frozenset(postponed))
 
-    def _fitting(self, batch: Sequence[Scheduled], wanted: Sequence[str]) -> int:
+    def _fitting(self, rows: Rows, wanted: Sequence[str]) -> int:
         """How many of the versions, the first ones, have got slots. Where nobody could go on it waits for one."""
         for count in range(len(wanted), 0, -1):
             try:
-                self._set(batch, wanted[:count])
+                self._set(rows, wanted[:count])
                 return count
             except SlotsExhausted:
                 continue
-        if all(request.ref for request in batch):
-            self._set(batch, wanted[:1], self._settings.wait_seconds)
+        if all(rows.refs):
+            self._set(rows, wanted[:1], self._settings.wait_seconds)
             return 1
         return 0
 
-    def _set(self, batch: Sequence[Scheduled], served: Collection[str], wait_seconds: float = 0.0) -> None:
-        refs = rows_of(batch, served.__contains__).refs
+    def _set(self, rows: Rows, served: Collection[str], wait_seconds: float = 0.0) -> None:
+        refs = [ref for ref, _ in groupby(ref if ref in served else None for ref in rows.refs)]
         self._entries = [BASE if ref is None else self.keeper.entry(ref) for ref in refs]
         self.mapping = self._session.set_mapping(self._entries, load=True, wait_seconds=wait_seconds)
 
@@ -108,7 +109,3 @@ class Placement:
                 raise
             return
         self._slots = max(1, min(self._max_loras, mapped + available))
-
-
-def _versions(batch: Sequence[Scheduled]) -> list[str]:
-    return list(dict.fromkeys(request.ref for request in batch if request.ref is not None))

@@ -88,5 +88,10 @@ def _choose_worker(arguments: Any, config: Any) -> None:
             wanted=known,
         )
     config.parallel_config.worker_cls = WORKERS[chosen]
-    if config.scheduler_config.scheduler_cls is None:
-        config.scheduler_config.scheduler_cls = SCHEDULERS[bool(config.scheduler_config.async_scheduling)]
+    choose_scheduler(config.scheduler_config)
+
+
+def choose_scheduler(scheduling: Any) -> None:
+    """slotcar's, unless the user chose one of his own. `scheduling`: vLLM's SchedulerConfig."""
+    if scheduling.scheduler_cls is None:
+        scheduling.scheduler_cls = SCHEDULERS[bool(scheduling.async_scheduling)]

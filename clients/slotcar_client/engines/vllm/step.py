@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from slotcar.v1 import model_pb2
@@ -139,8 +140,9 @@ class Steps:
         Those of them whose adapter has weights at the head are lost: nothing says whose rows these are.
         """
         error = AdapterUnsupported("the logits of a prompt can't be had with an adapter that has weights at the head")
+        of_each = self._adapters.sites
         for request in self._batch:
-            sites = self._adapters.sites.get(request.ref or "", frozenset())
+            sites = of_each.get(request.ref or "", frozenset())
             at_head = sites is None or not sites.isdisjoint(self._deltas.heads)
             if request.request_id in asking and at_head:
                 self._refused[request.request_id] = error
@@ -189,12 +191,8 @@ class Steps:
             return
         if repair or rows.refs != self._mapped:
             self._mapped = None
-            served = [
-                request if request.ref and self._is_served(request.ref) else request._replace(ref=None)
-                for request in self._batch
-            ]
             try:
-                placed = self._ranks.decided(lambda: self._placed(served, repair))
+                placed = self._ranks.decided(partial(self._placed, rows, repair))
             except SlotcarError as error:
                 self._lose(error)
                 return
@@ -211,9 +209,9 @@ class Steps:
         assert self._mapping is not None
         self._deltas.use(self._session, self._mapping, rows, self._adapters.sites)
 
-    def _placed(self, batch: Sequence[Scheduled], repair: bool) -> Placed:
+    def _placed(self, rows: Rows, repair: bool) -> Placed:
         assert self._placement is not None
-        return self._placement.place(batch, repair=repair)
+        return self._placement.place(rows, repair=repair)
 
     def _follow(self, placed: Placed) -> bool:
         """Sets the mapping that rank 0 has set, in its session. A failure is that of the next pass."""

@@ -15,13 +15,9 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
 from slotcar_client.engines.vllm import versions
+from slotcar_client.engines.vllm.plugin import choose_scheduler
 from slotcar_client.engines.vllm.runner import LoRARunner
 from slotcar_client.errors import RequestInvalid
-
-_SCHEDULERS = {
-    False: "slotcar_client.engines.vllm.scheduler.SlotcarScheduler",
-    True: "slotcar_client.engines.vllm.scheduler.SlotcarAsyncScheduler",
-}
 
 
 class _SlotcarWorker(Worker):
@@ -82,6 +78,4 @@ def check_config(vllm_config: VllmConfig) -> None:
     ):
         if found != wanted:
             raise RequestInvalid(f"{field} is {found}, slotcar needs {wanted}", field=field, found=found, wanted=wanted)
-    scheduling = vllm_config.scheduler_config
-    if scheduling.scheduler_cls is None:
-        scheduling.scheduler_cls = _SCHEDULERS[bool(scheduling.async_scheduling)]
+    choose_scheduler(vllm_config.scheduler_config)
