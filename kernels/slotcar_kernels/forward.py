@@ -155,12 +155,13 @@ def _by_aux(plan: Plan, index: int, call: SiteCall, kernel: Kernel) -> Callable[
 
 
 def _group(plan: Plan, index: int, call: SiteCall, kernel: Kernel) -> _Group:
-    group, start = _Group([], [], [], []), 0
+    group, start, is_whole = _Group([], [], [], []), 0, len(call.parts) == 1
     y = call.aux if call.base is None and not call.indices else call.base
     for part in call.parts:
         stop = start + part.slots.out_features
-        out, base, y_base = (None if t is None else t[:, start:stop] for t in (call.out, call.base, y))
-        assert out is not None
+        out, base, y_base = call.out, call.base, y
+        if not is_whole:
+            out, base, y_base = out[:, start:stop], _columns(base, start, stop), _columns(y, start, stop)
         if part.vectors is not None and seed.uses_vectors(plan, part.flags):
             if y_base is None and any(part.flags[segment.slot] & seed.GAIN for segment in plan.segments):
                 raise NeedsBase(index)
@@ -171,6 +172,10 @@ def _group(plan: Plan, index: int, call: SiteCall, kernel: Kernel) -> _Group:
         group.bases.append(base)
         start = stop
     return group
+
+
+def _columns(of: Tensor | None, start: int, stop: int) -> Tensor | None:
+    return None if of is None else of[:, start:stop]
 
 
 def _read(index: int, call: SiteCall) -> Tensor:

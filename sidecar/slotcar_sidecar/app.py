@@ -53,11 +53,11 @@ from slotcar_sidecar.store.disk.places import NotOurs
 from slotcar_sidecar.store.disk.tier import DiskTierLru, NoDisk, Threads
 from slotcar_sidecar.store.host import HostTierLru
 from slotcar_sidecar.store.journal import JournalFile, JournalInUse
-from slotcar_sidecar.store.model import model_spec_from_file, model_spec_from_folder
+from slotcar_sidecar.store.model import model_spec_from_file, model_spec_of
 from slotcar_sidecar.store.tiers import StoreTiers
 from slotcar_sidecar.sync import Reconciler
 
-__all__ = ["StartError", "announce", "offered_planes", "read_model", "run"]
+__all__ = ["StartError", "announce", "offered_planes", "run"]
 
 _log = logging.getLogger("slotcar")
 
@@ -175,7 +175,7 @@ def _make_cache(
             config.mapping_idle_seconds,
         ),
     )
-    model = read_model(config)
+    model = _read_model(config, base)
     if model is not None:
         try:
             cache.adopt_model(model)
@@ -242,13 +242,13 @@ def _open_base(config: Config) -> BaseModel | None:
         raise StartError(str(error)) from error
 
 
-def read_model(config: Config) -> ModelSpec | None:
+def _read_model(config: Config, base: BaseModel | None) -> ModelSpec | None:
     """The model that the settings name, or None. Raises StartError."""
     try:
         if config.model_spec is not None:
             return model_spec_from_file(config.model_spec)
-        if config.base_model is not None:
-            return model_spec_from_folder(config.base_model)
+        if base is not None:
+            return model_spec_of(base.checkpoint)
     except (SlotcarError, OSError) as error:
         raise StartError(str(error)) from error
     return None

@@ -48,7 +48,7 @@ def check_items(items: Sequence[ForwardItem], rows: int, model: ModelSpec) -> No
         if item.site in seen:
             raise RequestInvalid(f"{field}.site", found=item.site, wanted="each site once")
         seen.add(item.site)
-        in_features, out_features = site.rank_features(model.tensor_parallel)
+        in_features, out_features = model.rank_features(item.site)
         _check_input(field, item, site, (rows, in_features))
         _check_dtype(field, item)
         if item.base is not None:

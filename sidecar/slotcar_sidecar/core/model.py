@@ -115,7 +115,11 @@ class ModelSpec:
 
     def rank_features(self, site: str) -> tuple[int, int]:
         """Width of the input and of the output that each rank has at a site; of an embedding the first is unused."""
-        return self.by_name[site].rank_features(self.tensor_parallel)
+        return self._rank_features[site]
+
+    @cached_property
+    def _rank_features(self) -> dict[str, tuple[int, int]]:
+        return {site.name: site.rank_features(self.tensor_parallel) for site in self.sites}
 
     def slot_bytes(self, max_rank: int, item_bytes: int) -> int:
         """Size of one slot over all leaves: A [max_rank, in], B [max_rank, out] and, but for experts, two vectors."""

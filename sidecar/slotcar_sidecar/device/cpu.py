@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, finalize
 
 import torch
 from slotcar.shm.slots import BIAS, EPOCH_BYTES, LeafShape, SlotsGeometry, shard
@@ -78,6 +78,7 @@ class CpuDevice:
         self._model: ModelSpec | None = None
         # What fits, as long as it is there: a look at all values takes as long as a fill.
         self._checked: WeakValueDictionary[int, HostAdapter] = WeakValueDictionary()
+        self._losses: dict[int, tuple[str, ...]] = {}  # of what is checked
         self._arrays: dict[str, LeafArrays] = {}  # by the leaf's name
         # Per slot; a fill replaces its slot's parts, and only fills of different slots run at one time.
         self._parts: list[SlotParts] = [{} for _ in range(slots)]
@@ -123,7 +124,11 @@ class CpuDevice:
     def losses(self, weights: HostAdapter) -> tuple[str, ...]:
         """What a cast to the slot dtype makes zero, for people. Raises what `check` raises."""
         self.check(weights)
-        return cast_warnings(host_tensors(weights), self.slot_dtype)
+        found = self._losses.get(id(weights))
+        if found is None:
+            found = self._losses[id(weights)] = cast_warnings(host_tensors(weights), self.slot_dtype)
+            finalize(weights, self._losses.pop, id(weights), None)
+        return found
 
     def check(self, weights: HostAdapter) -> None:
         """Raises AdapterInvalid unless the adapter fits the model, and its values fit the slot dtype."""
@@ -164,10 +169,11 @@ class CpuDevice:
         Raises RequestInvalid for an item that needs the base model's output and has none.
         """
         plan = plan_rows(entries)
-        inputs = {id(item.x): _tensor_or_none(item.x) for item in items}
+        inputs = {key: _tensor_or_none(x) for key, x in {id(item.x): item.x for item in items}.items()}
+        used = [segment.slot for segment in plan.segments]
         calls = [
             SiteCall(
-                self._part_slots(item.site, plan, rank),
+                self._part_slots(item.site, used, rank),
                 self._out(item, plan.rows),
                 inputs[id(item.x)],
                 _tensor_or_none(item.base),
@@ -232,10 +238,9 @@ class CpuDevice:
         assert self._model is not None
         return torch.empty(rows, self._model.rank_features(item.site)[1], dtype=DTYPES[item.dtype])
 
-    def _part_slots(self, site: str, plan: Plan, rank: int) -> list[PartSlots]:
+    def _part_slots(self, site: str, used: Sequence[int], rank: int) -> list[PartSlots]:
         assert self._model is not None
         leaves = self._model.leaves_of[site]
-        used = [segment.slot for segment in plan.segments]
         return [self._leaf_slots(self._model.leaves[index], used, rank) for index in leaves]
 
     def _leaf_slots(self, leaf: Leaf, used: Sequence[int], rank: int) -> PartSlots:

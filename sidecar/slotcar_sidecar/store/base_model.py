@@ -40,31 +40,31 @@ class BaseModel:
 
     def __init__(self, folder: Path) -> None:
         """Reads the headers. Raises RequestInvalid for `base_model`."""
-        self._checkpoint = Checkpoint.of(folder)
-        files = {tensor.file for tensor in self._checkpoint.tensors.values()}
+        self.checkpoint = Checkpoint.of(folder)
+        files = {tensor.file for tensor in self.checkpoint.tensors.values()}
         self._versions = {file: _Version.of((folder / file).stat()) for file in files}
 
     @cached_property
     def fingerprint(self) -> bytes:
         """sha256 over names, dtypes, shapes and first bytes of all tensors. Raises SourceUnavailable."""
         sha = hashlib.sha256()
-        for name, tensor in sorted(self._checkpoint.tensors.items()):
+        for name, tensor in sorted(self.checkpoint.tensors.items()):
             sha.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
             sha.update(self._read(tensor, 0, min(tensor.end - tensor.start, _FINGERPRINT_BYTES)))
         return sha.digest()
 
     def find(self, name: str) -> StoredTensor | None:
         """What the headers say of a tensor such as `lm_head.weight`; a tied head's is that of the embedding."""
-        tensors = self._checkpoint.tensors
+        tensors = self.checkpoint.tensors
         found = tensors.get(name)
-        embedding = self._checkpoint.input_embedding
+        embedding = self.checkpoint.input_embedding
         if found is None and name == f"{HEAD}.weight" and embedding is not None:
             found = tensors[f"{embedding}.weight"]
         return found
 
     def is_conv1d(self, module: str) -> bool:
         """Whether the module's weight is stored [in, out]."""
-        return self._checkpoint.is_conv1d(module)
+        return self.checkpoint.is_conv1d(module)
 
     def tensor(self, stored: StoredTensor) -> torch.Tensor:
         """The whole tensor, whose dtype must be in FLOATS. Raises SourceUnavailable."""
@@ -82,7 +82,7 @@ class BaseModel:
 
     def _read(self, tensor: StoredTensor, start: int, stop: int) -> memoryview:
         """Bytes of a tensor, in private memory."""
-        path = self._checkpoint.folder / tensor.file
+        path = self.checkpoint.folder / tensor.file
         memory = private_memory(stop - start)
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

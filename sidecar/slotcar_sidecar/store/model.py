@@ -12,7 +12,7 @@ from slotcar_sidecar.core.model import DTYPES, ModelSpec, Site
 from slotcar_sidecar.store.checkpoint import HEAD, Checkpoint, json_file, refusal
 from slotcar_sidecar.store.optional_sites import Wanted, optional_sites
 
-__all__ = ["Wanted", "model_spec_from_file", "model_spec_from_folder"]
+__all__ = ["Wanted", "model_spec_from_file", "model_spec_from_folder", "model_spec_of"]
 
 _DTYPE_NAMES: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _EMBEDDING_LEAVES = frozenset({"wte", "wpe"})
@@ -22,11 +22,12 @@ _EXPERT_PARTS = frozenset({"experts", "router"})
 
 
 def model_spec_from_folder(folder: Path, wanted: Wanted = _NOTHING_ELSE) -> ModelSpec:
-    """The spec of the model in `folder`: each linear layer's weight is a site, and what else is wanted.
+    """The spec of the model in `folder`: see `model_spec_of`. Raises RequestInvalid for `base_model`."""
+    return model_spec_of(Checkpoint.of(folder), wanted)
 
-    Raises RequestInvalid for `base_model`.
-    """
-    checkpoint = Checkpoint.of(folder)
+
+def model_spec_of(checkpoint: Checkpoint, wanted: Wanted = _NOTHING_ELSE) -> ModelSpec:
+    """Each linear layer's weight is a site, and what else is wanted. Raises RequestInvalid for `base_model`."""
     sites, dtypes = [], set()
     for name, tensor in checkpoint.tensors.items():
         module = name.removesuffix(".weight")
@@ -35,7 +36,9 @@ def model_spec_from_folder(folder: Path, wanted: Wanted = _NOTHING_ELSE) -> Mode
             sites.append(Site(module, *((rows, columns) if checkpoint.is_conv1d(module) else (columns, rows))))
             dtypes.add(_DTYPE_NAMES.get(tensor.dtype))
     if not sites or None in dtypes:
-        raise refusal(folder, "no linear layers with float weights", "a causal language model, or --model-spec")
+        raise refusal(
+            checkpoint.folder, "no linear layers with float weights", "a causal language model, or --model-spec"
+        )
     return ModelSpec.of([*sites, *optional_sites(checkpoint, wanted)], dtype=_dtype(checkpoint, dtypes))
 
 

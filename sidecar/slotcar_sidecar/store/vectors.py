@@ -48,9 +48,9 @@ def with_vectors(site: SiteWeights, module: Module, base: BaseModel | None) -> S
     gain = None
     if "lora_bias" in extras:
         bias += part.scale * extras["lora_bias"].double()
-    needing = next((module.extras[role] for role in _WITHOUT_BASE if role in extras), None)
-    if needing is not None:
-        base = _needed(base, needing, next(role for role in _WITHOUT_BASE if role in extras))
+    role = next((role for role in _WITHOUT_BASE if role in extras), None)
+    if role is not None:
+        base = _needed(base, module.extras[role], role)
         extras["base"] = torch.tensor(list(base.fingerprint), dtype=torch.float32)
         base_bias = _bias(base, module)
         if "magnitude" in extras:

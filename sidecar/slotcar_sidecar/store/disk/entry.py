@@ -27,7 +27,7 @@ import torch
 from slotcar_sidecar.core.adapter import Adapter, SiteLora
 from slotcar_sidecar.core.errors import SlotcarError
 from slotcar_sidecar.core.ids import Digest
-from slotcar_sidecar.store.memory import private_memory
+from slotcar_sidecar.store.memory import private_memory, read_into
 from slotcar_sidecar.store.weights import HostWeights, SiteVectors, digest_of
 
 MAGIC = b"slotcar\x01"
@@ -246,12 +246,8 @@ def _parse(text: bytes, body: int) -> _Header:
 
 
 def _read_at(descriptor: int, memory: memoryview, start: int) -> None:
-    size = 0
-    while size < len(memory):
-        count = os.preadv(descriptor, [memory[size:]], start + size)
-        if not count:
-            raise Damaged("it is cut short")
-        size += count
+    if read_into(descriptor, memory, start) < len(memory):
+        raise Damaged("it is cut short")
 
 
 def _tensor(memory: memoryview, row: _Row) -> Stored:

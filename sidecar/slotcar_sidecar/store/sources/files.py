@@ -50,24 +50,30 @@ def versions_of(files: Files[V]) -> dict[str, V]:
 
     Reads nothing but an index. Raises CapacityExceeded or AdapterInvalid for that.
     """
+    return _found(files)[0]
+
+
+def _found(files: Files[V]) -> tuple[dict[str, V], dict[str, memoryview]]:
+    """The same, with what was read for it."""
     config = _wanted(files, CONFIG_FILE)
     weights = files.version(WEIGHTS_FILE)
     if weights is not None:
-        return {CONFIG_FILE: config, WEIGHTS_FILE: weights}
+        return {CONFIG_FILE: config, WEIGHTS_FILE: weights}, {}
     index = files.version(INDEX_FILE)
     if index is None:
         raise files.missing(WEIGHTS_FILE)
     check_size(index.bytes, MAX_INDEX_BYTES, INDEX_FILE)
-    names = shard_names(bytes(files.read(INDEX_FILE, index)))
-    return {CONFIG_FILE: config, INDEX_FILE: index, **{name: _wanted(files, name) for name in names}}
+    text = files.read(INDEX_FILE, index)
+    shards = {name: _wanted(files, name) for name in shard_names(bytes(text))}
+    return {CONFIG_FILE: config, INDEX_FILE: index, **shards}, {INDEX_FILE: text}
 
 
 def read_adapter(files: Files[V], max_bytes: int, source: str, base: BaseModel | None) -> HostWeights:
     """The verified adapter, of at most `max_bytes` of weights. Raises what `versions_of` and `read_peft` raise."""
-    versions = versions_of(files)
+    versions, data = _found(files)
     weights_bytes = sum(version.bytes for version in versions.values()) - versions[CONFIG_FILE].bytes
     check_sizes(versions[CONFIG_FILE].bytes, weights_bytes, max_bytes)
-    data = {name: files.read(name, version) for name, version in versions.items()}
+    data |= {name: files.read(name, version) for name, version in versions.items() if name not in data}
     # All files must be of one save: a file that was replaced by a rename still reads well.
     if {name: files.version(name) for name in versions} != versions:
         raise files.changed()
