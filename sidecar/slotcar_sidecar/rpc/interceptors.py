@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -74,7 +74,8 @@ class ErrorInterceptor(aio.ServerInterceptor):
             try:
                 response = await handler(readable(request), context)
             except Exception as error:
-                await self._abort(name, error, context)
+                self._refuse(name, error, context)
+                return None
             self._count(name, "OK")
             return response
 
@@ -87,15 +88,21 @@ class ErrorInterceptor(aio.ServerInterceptor):
                     async for response in responses:
                         yield response
             except Exception as error:
-                await self._abort(name, error, context)
-            self._count(name, "OK")
+                self._refuse(name, error, context)
+            else:
+                self._count(name, "OK")
 
         return call
 
-    async def _abort(self, name: str, error: Exception, context: aio.ServicerContext[Any, Any]) -> NoReturn:
+    def _refuse(self, name: str, error: Exception, context: aio.ServicerContext[Any, Any]) -> None:
+        """Sets how the call ends when its handler returns.
+
+        `context.abort` would keep the call in a circle, through the traceback of what it raises, until a collection.
+        """
         known = self.counted(name, error)
-        details = ((DETAILS_KEY, to_status(known).SerializeToString()),)
-        await context.abort(CODES[known.reason], known.message, details)
+        context.set_code(CODES[known.reason])
+        context.set_details(known.message)
+        context.set_trailing_metadata(((DETAILS_KEY, to_status(known).SerializeToString()),))
 
 
 def counted(count: Count, name: str, error: Exception) -> SlotcarError:
