@@ -15,8 +15,8 @@ from grpc import aio
 from slotcar.v1 import adapter_service_pb2 as adapters
 from slotcar.v1 import adapter_service_pb2_grpc, engine_service_pb2_grpc
 from slotcar.v1 import engine_service_pb2 as pb
-
 from slotcar_sidecar.rpc.server import make_server
+
 from tests.fakes.parts import make_bench
 
 CALLS = 20
