@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import functools
-import gc
 import logging
+import os
 import platform
 import secrets
 import signal
@@ -23,6 +22,7 @@ from grpc_health.v1 import health_pb2
 from prometheus_client import start_http_server
 from slotcar.shm.slots import EPOCH_BYTES
 
+from slotcar_sidecar import memory
 from slotcar_sidecar.cache import AdapterCache
 from slotcar_sidecar.config import PLANES, Config, TcpAddress, UnixAddress
 from slotcar_sidecar.core.errors import SlotcarError
@@ -66,7 +66,6 @@ _EXPIRY_SECONDS = 0.25
 _QUIET_SECONDS = 0.5
 _CLOSE_SECONDS = 2.0
 _SNAPSHOT_SECONDS = 5.0
-_TRIM_SECONDS = 20.0
 _FLUSH_SECONDS = 10.0
 _REMOTE_THREADS = 4
 # How long a thread of rings that wakes up waits for one that computes in Python; 5 ms, the default, are 300 Forwards.
@@ -88,10 +87,8 @@ async def run(config: Config) -> None:
     loop = asyncio.get_running_loop()
     for number in _SIGNALS:
         loop.add_signal_handler(number, stop.set)
-    _keep_freed_memory()
-    # What was imported stays: full collections are short then, and come as soon as there is garbage worth it.
-    gc.freeze()
-    gc.collect()
+    memory.keep_freed()
+    memory.freeze_imported()
     with contextlib.ExitStack() as resources:
         planes = offered_planes(config)
         for address in config.addresses:
@@ -119,19 +116,27 @@ async def run(config: Config) -> None:
         _log.info("serving", extra={"fields": facts})
         chores = [
             asyncio.create_task(chore)
-            for chore in (_expire(cache, rings), cache.restored(), _flush(cache), _return_freed_memory())
+            for chore in (_expire(cache, rings), cache.restored(), _flush(cache), memory.return_freed())
         ]
         if reconciler is not None:
             chores.append(asyncio.create_task(reconciler.run()))
         await stop.wait()
         no_fetches.set()
-        await _shut_down(rpc, cache, rings, config.shutdown_seconds)
+        are_closed = await _shut_down(rpc, cache, rings, config.shutdown_seconds)
         for chore in chores:
             chore.cancel()
         await _end_tasks()
-        for number in _SIGNALS:  # a second one must not spoil the end
-            loop.remove_signal_handler(number)
-            signal.signal(number, signal.SIG_IGN)
+        _ignore_signals(loop)
+    if not are_closed:  # gRPC's and the interpreter's end would wait for the same client
+        logging.shutdown()
+        os._exit(0)
+
+
+def _ignore_signals(loop: asyncio.AbstractEventLoop) -> None:
+    """A second one must not spoil the end."""
+    for number in _SIGNALS:
+        loop.remove_signal_handler(number)
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _make_cache(
@@ -334,8 +339,11 @@ async def _flush(cache: AdapterCache) -> None:
         cache.tiers.disk.flush()
 
 
-async def _shut_down(rpc: Rpc, cache: AdapterCache, rings: Rings, seconds: float) -> None:
-    """Takes no new sessions or loads, serves until no Forward has come for a moment or the time is over, and closes."""
+async def _shut_down(rpc: Rpc, cache: AdapterCache, rings: Rings, seconds: float) -> bool:
+    """Takes no new sessions or loads, serves until no Forward has come for a moment or the time is over, and closes.
+
+    Returns whether every connection could be closed.
+    """
     _log.info("shutting down", extra={"fields": {"sessions": len(cache.sessions), "deadline_seconds": seconds}})
     await _set_health(rpc.health, serving=False)
     cache.shut_down()
@@ -348,8 +356,18 @@ async def _shut_down(rpc: Rpc, cache: AdapterCache, rings: Rings, seconds: float
     await cache.flush()
     rings.close()
     cache.close()
-    await rpc.server.stop(_CLOSE_SECONDS)
+    are_closed = await _close_connections(rpc)
+    if not are_closed:
+        _log.warning("a client takes nothing of what was sent to it: its connection ends with the process")
     _log.info("stopped")
+    return are_closed
+
+
+async def _close_connections(rpc: Rpc) -> bool:
+    """False when gRPC waits for a peer that takes nothing of what was sent to it: it does so without a limit."""
+    stop = asyncio.ensure_future(rpc.server.stop(_CLOSE_SECONDS))
+    _, late = await asyncio.wait([stop], timeout=2 * _CLOSE_SECONDS)
+    return not late
 
 
 async def _end_tasks() -> None:
@@ -376,25 +394,3 @@ def _serve_metrics(address: TcpAddress, metrics: Metrics, resources: contextlib.
     resources.callback(server.shutdown)
     port = server.server_address[1]
     _log.info("metrics", extra={"fields": {"at": f"http://{TcpAddress(address.host, port).authority}/metrics"}})
-
-
-def _keep_freed_memory() -> None:
-    """Tells glibc to reuse large buffers instead of returning them: messages of megabytes get several times cheaper.
-
-    One arena, or each thread keeps holes of its own between its buffers.
-    """
-    m_trim_threshold, m_mmap_threshold, m_arena_max = -1, -3, -8
-    with contextlib.suppress(OSError, AttributeError):
-        libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(m_arena_max, 1)
-        libc.mallopt(m_mmap_threshold, 1 << 30)
-        libc.mallopt(m_trim_threshold, 2**31 - 1)
-
-
-async def _return_freed_memory() -> None:
-    """Returns what is free now and then, as glibc itself does not any more; otherwise holes between buffers add up."""
-    with contextlib.suppress(OSError, AttributeError):
-        trim = ctypes.CDLL("libc.so.6").malloc_trim
-        while True:
-            await asyncio.sleep(_TRIM_SECONDS)
-            await asyncio.to_thread(trim, 0)

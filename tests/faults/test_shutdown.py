@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import array
+import fcntl
 import signal
+import socket
 import subprocess
+import termios
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from slotcar_client import Client, ShuttingDown, SlotcarError
 
 from tests.faults.child import Child
+from tests.faults.mute import mute_client
 from tests.faults.oracle import Library, spec_file
 from tests.faults.raw import RawEngine, refusal
 from tests.faults.waiting import PATIENCE_SECONDS, eventually
@@ -166,6 +171,24 @@ def test_during_a_load(start: Callable[[float], SidecarProcess], library: Librar
         end = child.read()
         assert end.get("error", "UNAVAILABLE") == "UNAVAILABLE", end
         ends_well(sidecar)
+
+
+def test_with_a_client_that_takes_no_answers(start: Callable[[float], SidecarProcess]) -> None:
+    """As one does that was stopped: what gRPC has for it fills the socket, and stays there."""
+    sidecar = start(1)
+    assert sidecar.process is not None
+    with mute_client(sidecar.target.removeprefix("unix://")) as peer:
+        eventually(lambda: _is_full(peer), "a full socket")
+        sidecar.process.send_signal(signal.SIGTERM)
+        ends_well(sidecar)
+    assert "takes nothing of what was sent" in sidecar.log
+
+
+def _is_full(peer: socket.socket) -> bool:
+    """What waits to be read is about what a socket takes."""
+    waiting = array.array("i", [0])
+    fcntl.ioctl(peer, termios.FIONREAD, waiting)
+    return waiting[0] > 100_000
 
 
 @SIGNALS
