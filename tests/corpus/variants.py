@@ -327,5 +327,3 @@ REFUSED: Mapping[str, Variant] = {
         f"{_Q0.replace('.0.', '.7.')}.lora_A.other.weight", torch.ones(4, 64), "several", named=None
     ),
 }
-
-VARIANTS: Mapping[str, Variant] = {**SUPPORTED, **REWRITTEN, **REFUSED}

@@ -10,14 +10,13 @@ from typing import Any
 
 from slotcar_sidecar.core.errors import ModelMismatch, RequestInvalid
 from slotcar_sidecar.core.placement import Placement, Rename, find, places_by_name, renamed
-from slotcar_sidecar.core.site import Leaf, Site, SitePart
+from slotcar_sidecar.core.site import MAX_RANKS, Leaf, Site, SitePart
 
 __all__ = ["DTYPES", "ModelSpec", "Site", "SitePart"]
 
 DTYPES = ("float32", "float16", "bfloat16")
 _MAX_RECORDS = 1 << 18
-_MAX_RENAMES = 64
-_MAX_RANKS = 1 << 10
+MAX_RENAMES = 64
 _MAX_SHOWN = 5
 _SITE_FIELDS = ("name", "in_features", "out_features", "kind")
 _PART_FIELDS = ("name", "out_features")
@@ -58,8 +57,8 @@ class ModelSpec:
 
     def _check_ranks(self) -> None:
         ranks = self.tensor_parallel
-        if type(ranks) is not int or not 1 <= ranks <= _MAX_RANKS:
-            raise RequestInvalid("model_spec.tensor_parallel", found=ranks, wanted=f"1 to {_MAX_RANKS}")
+        if type(ranks) is not int or not 1 <= ranks <= MAX_RANKS:
+            raise RequestInvalid("model_spec.tensor_parallel", found=ranks, wanted=f"1 to {MAX_RANKS}")
         for index, site in enumerate(self.sites):
             try:
                 site.check_ranks(ranks)
@@ -163,8 +162,8 @@ def _said(renames: tuple[Rename, ...]) -> str:
 
 
 def _check_renames(renames: object) -> None:
-    if not isinstance(renames, tuple) or len(renames) > _MAX_RENAMES:
-        raise RequestInvalid("model_spec.renames", found=str(renames), wanted=f"at most {_MAX_RENAMES} pairs")
+    if not isinstance(renames, tuple) or len(renames) > MAX_RENAMES:
+        raise RequestInvalid("model_spec.renames", found=str(renames), wanted=f"at most {MAX_RENAMES} pairs")
     for index, rename in enumerate(renames):
         pair = isinstance(rename, tuple) and len(rename) == 2 and all(isinstance(text, str) for text in rename)
         if not pair or any(text != ".".join(filter(None, text.split("."))) for text in rename):

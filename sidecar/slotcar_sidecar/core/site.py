@@ -16,7 +16,7 @@ KINDS = ("linear", "embedding", "experts")
 SHARDS = ("none", "column", "row")
 _MAX_FEATURES = 1 << 24
 _MAX_EXPERTS = 1 << 12
-_MAX_RANKS = 1 << 10
+MAX_RANKS = 1 << 10
 _MAX_PARTS = 64
 _MAX_NAME = 500
 
@@ -36,7 +36,7 @@ class SitePart:
     def __post_init__(self) -> None:
         _check_name("name", self.name)
         _check_number("out_features", self.out_features, _MAX_FEATURES)
-        _check_number("copies", self.copies, _MAX_RANKS)
+        _check_number("copies", self.copies, MAX_RANKS)
 
     @classmethod
     def checked(cls, field: str, values: tuple[Any, ...]) -> SitePart:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from slotcar.v1 import model_pb2, tensor_pb2
 
 from slotcar_sidecar.core.errors import RequestInvalid
-from slotcar_sidecar.core.model import ModelSpec, Site, SitePart
+from slotcar_sidecar.core.model import MAX_RENAMES, ModelSpec, Site, SitePart
 from slotcar_sidecar.rpc.convert import DTYPES, known
 
 __all__ = ["from_model", "to_model"]
@@ -31,7 +31,6 @@ _KIND_NAMES: dict[int, str] = {
 _SHARD_NAMES: dict[int, str] = {model_pb2.SHARD_NONE: "none", **{number: name for name, number in _SHARDS.items()}}
 
 _MAX_SITES = 1 << 14
-_MAX_RENAMES = 64
 _MAX_PARTS = 1 << 16  # of all sites: each becomes an object
 
 
@@ -76,7 +75,7 @@ def _check_counts(spec: model_pb2.ModelSpec) -> None:
     """Before anything is made of them: millions of empty ones fit into one message."""
     for field, count, most in (
         ("sites", len(spec.sites), _MAX_SITES),
-        ("renames", len(spec.renames), _MAX_RENAMES),
+        ("renames", len(spec.renames), MAX_RENAMES),
         ("sites.parts", sum(len(site.parts) for site in spec.sites), _MAX_PARTS),
     ):
         if count > most:

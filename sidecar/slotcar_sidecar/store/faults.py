@@ -8,6 +8,7 @@ from slotcar_sidecar.core.errors import AdapterInvalid, AdapterUnsupported
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+PICKLE_FILE = "adapter_model.bin"
 _MAX_SHOWN = 200
 
 

@@ -40,9 +40,6 @@ class Ledger:
     def __contains__(self, digest: object) -> bool:
         return digest in self._entries
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def oldest(self) -> tuple[Found, ...]:
         """Every entry, the least recently used first."""
         return tuple(sorted(self._entries.values(), key=lambda each: each.used_ns))

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
 from slotcar_sidecar.core.errors import ShuttingDown, SlotcarError, SourceUnavailable
-from slotcar_sidecar.store.faults import WEIGHTS_FILE, invalid, unsupported
+from slotcar_sidecar.store.faults import PICKLE_FILE, WEIGHTS_FILE, invalid, unsupported
 from slotcar_sidecar.store.memory import private_memory
 
 __all__ = ["Broken", "Changed", "Fetching", "Place", "RemoteFile", "RemoteFiles", "Stop"]
 
-PICKLE_FILE = "adapter_model.bin"
 MAX_TRIES = 6
 _FIRST_WAIT_SECONDS = 0.2
 _MOST_WAIT_SECONDS = 10.0

@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from slotcar_sidecar.core.errors import SlotcarError, SourceDenied, SourceUnavailable
-from slotcar_sidecar.store.faults import WEIGHTS_FILE, invalid, shown, unsupported
+from slotcar_sidecar.store.faults import PICKLE_FILE, WEIGHTS_FILE, invalid, shown, unsupported
 from slotcar_sidecar.store.memory import private_memory, read_into
 
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Without waiting: a named pipe would block for ever.
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_PICKLE_FILE = "adapter_model.bin"
 CONVERT_COMMAND = (
     'python -c "import torch, safetensors.torch as s; '
     "s.save_file({k: v.contiguous().clone() for k, v in torch.load('adapter_model.bin', map_location='cpu', "
@@ -92,12 +91,12 @@ class Folder:
             os.close(descriptor)
 
     def missing(self, name: str) -> SlotcarError:
-        if name == WEIGHTS_FILE and self._has(_PICKLE_FILE):
+        if name == WEIGHTS_FILE and self._has(PICKLE_FILE):
             return unsupported(
-                f"{_PICKLE_FILE} is a pickle, which is never read; if you trust it, run in its folder: "
+                f"{PICKLE_FILE} is a pickle, which is never read; if you trust it, run in its folder: "
                 f"{CONVERT_COMMAND}",
-                file=_PICKLE_FILE,
-                found=_PICKLE_FILE,
+                file=PICKLE_FILE,
+                found=PICKLE_FILE,
                 wanted=WEIGHTS_FILE,
             )
         return invalid(f"{shown(str(self._path))} has no {name}", file=name, found="no such file", wanted=name)
