@@ -16,9 +16,14 @@ BENCH_FLAGS ?=
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+# Triton for the tests of the GPU kernels: what a GPU's torch 2.11 brings, and the newest. Each has a folder of its own, as
+# a GPU's torch requires one version, and a CPU's torch is not to find any.
+TRITON_VERSIONS := 3.6.0 3.9.0
+TRITON := $(patsubst %,.triton/%/.installed,$(TRITON_VERSIONS))
 VLLM := .venv-vllm/bin/python
 VLLM_INSTALLED := .venv-vllm/.installed
 WIRE := tests/golden/slotcar.v1.txt
+METRICS := tests/golden/metrics.txt
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 
 # Newer versions of pip read the second name for packages that build others, older ones the first.
@@ -27,8 +32,8 @@ export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints/dev.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # Each xdist worker owns one core; two OpenMP threads on a busy core make kernels many times slower.
-test test-full test-vllm soak: export OMP_NUM_THREADS := 1
-test test-full test-vllm soak: export OMP_WAIT_POLICY := PASSIVE
+test test-full test-ops test-kernels test-vllm soak: export OMP_NUM_THREADS := 1
+test test-full test-ops test-vllm soak: export OMP_WAIT_POLICY := PASSIVE
 test test-full test-vllm demo: export TOKENIZERS_PARALLELISM := false
 # No test and no demo may fetch a model from anywhere.
 test test-full test-vllm bench-vllm demo: export HF_HUB_OFFLINE := 1
@@ -37,7 +42,7 @@ test-vllm bench-vllm: export VLLM_NO_USAGE_STATS := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-full test-vllm soak lint format proto docs golden bench bench-full bench-vllm native train-adapters lock apt apt-full build clean
+.PHONY: help install demo test test-full test-ops test-kernels triton-table test-vllm soak lint format proto docs golden bench bench-full bench-vllm native train-adapters lock apt apt-full build clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | \
@@ -58,11 +63,26 @@ $(INSTALLED): pyproject.toml hatch_build.py constraints/dev.txt
 demo: $(INSTALLED) ## See three adapters answer side by side, and an eviction that harms nobody
 	$(BIN)/slotcar demo $(DEMO_FLAGS)
 
-test: $(INSTALLED) ## Run the fast part of every suite, ten to fifteen minutes on two cores
-	$(BIN)/pytest -n 2 -m 'not full and not gpu' $(PYTEST_FLAGS)
+test: $(INSTALLED) $(firstword $(TRITON)) ## Run the fast part of every suite, ten to fifteen minutes on two cores
+	$(BIN)/pytest -n 2 -m 'not full and not gpu and not ops' $(PYTEST_FLAGS)
 
-test-full: $(INSTALLED) ## Run every suite that needs no GPU, the long ones too
-	$(BIN)/pytest -n 2 -m 'not gpu' $(PYTEST_FLAGS)
+test-full: $(INSTALLED) $(TRITON) ## Run every suite that needs no GPU, the long ones too
+	$(BIN)/pytest -n 2 -m 'not gpu and not ops' $(PYTEST_FLAGS)
+
+test-ops: $(INSTALLED) ## Run the tests with a real Prometheus, a minute on two cores; `make apt` installs it
+	$(BIN)/pytest -m ops $(PYTEST_FLAGS)
+
+test-kernels: $(INSTALLED) $(TRITON) ## Run all tests of the GPU kernels, without a GPU, half an hour on one core
+	$(BIN)/pytest tests/kernels/triton $(PYTEST_FLAGS)
+
+triton-table: $(INSTALLED) $(firstword $(TRITON)) ## Rewrite docs/measurements/triton.md: what the GPU kernels compile to
+	PYTHONPATH=$(dir $(firstword $(TRITON))) TRITON_CACHE_DIR=.triton/cache $(BIN)/python -m tests.kernels.triton.gate --write
+
+.triton/%/.installed: | $(INSTALLED)
+	@echo 'installing Triton $* into .triton/$*, up to 1 GB'
+	rm -rf .triton/$*
+	$(BIN)/pip install -q $(PIP_FLAGS) --no-deps --target .triton/$* triton==$*
+	@touch $@
 
 test-vllm: $(VLLM_INSTALLED) ## Run the tests with a real vLLM, in an environment of its own, ten minutes on two cores
 	$(VLLM) -m pytest tests/vllm $(PYTEST_FLAGS)
@@ -91,13 +111,17 @@ format: $(INSTALLED) ## Format the code and fix what ruff can fix
 proto: $(INSTALLED) ## Regenerate slotcar.v1 and docs/api.md from proto/slotcar/v1/*.proto
 	$(BIN)/python proto/generate.py
 
-docs: $(INSTALLED) ## Rewrite the tables of docs/operations.md (flags) and docs/adapters.md (which adapters work)
+docs: $(INSTALLED) ## Rewrite the tables of docs/operations.md (flags), docs/metrics.md and docs/adapters.md
 	$(BIN)/python -m tests.golden.flags
+	$(BIN)/python -m tests.golden.metrics
 	$(BIN)/python -m tests.golden.adapters
 
-golden: $(INSTALLED) ## Accept a change of the wire format into tests/golden
+golden: $(INSTALLED) ## Accept a change of the wire format and of metrics' names into tests/golden, and of the dashboard
 	$(BIN)/python -m tests.golden.wire > $(WIRE).new
 	mv $(WIRE).new $(WIRE)
+	$(BIN)/python -m tests.golden.metrics --names > $(METRICS).new
+	mv $(METRICS).new $(METRICS)
+	$(BIN)/python deploy/grafana/dashboard.py
 
 bench: $(INSTALLED) ## Measure everything against its peers in under five minutes; prints JSON lines
 	$(BIN)/python -m tests.bench --quick $(BENCH_FLAGS)
@@ -125,8 +149,8 @@ lock: ## Rewrite constraints/dev.txt with the newest versions that constraints/p
 		  "$$new/venv/bin/pip" freeze --all --exclude pip --exclude slotcar | sed 's/+[A-Za-z0-9.]*$$//'; \
 		} > "$$new/dev.txt" && cp "$$new/dev.txt" constraints/dev.txt
 
-apt: ## Install the Debian packages that some suites need (promtool, a C++ compiler)
-	@{ command -v promtool && command -v g++; } >/dev/null || { $(SUDO) apt-get update -q && \
+apt: ## Install the Debian packages that some suites need (Prometheus, a C++ compiler)
+	@{ command -v prometheus && command -v promtool && command -v g++; } >/dev/null || { $(SUDO) apt-get update -q && \
 		$(SUDO) env DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 \
 			apt-get install -q -y --no-install-recommends prometheus g++; }
 
@@ -139,5 +163,5 @@ build: $(INSTALLED) ## Build the wheel into dist/
 	$(BIN)/pip wheel --no-deps --wheel-dir dist .
 
 clean: ## Remove build outputs and the caches of tools; .venv and the demo's model stay
-	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist .triton/cache .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find proto kernels sidecar clients tests examples -name __pycache__ -prune -exec rm -rf {} +
