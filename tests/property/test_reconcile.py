@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 
 from hypothesis import settings
@@ -51,6 +51,11 @@ class Content:
     version: int = 0
     fails: Reason | None = None
 
+    @property
+    def stamp(self) -> Hashable:
+        """What a look tells of it."""
+        return self.version, self.fails
+
 
 class FakeWorld:
     """Names, keeps and sources as the cache has them; slots only as the bound on keeps."""
@@ -71,7 +76,8 @@ class FakeWorld:
     def kept(self) -> set[AdapterName]:
         return {name for name, seen in self.names.items() if seen.kept}
 
-    def load(self, want: Want) -> Outcome:
+    def load(self, want: Want, before: Hashable) -> Outcome:
+        """With the stamp of the source when the load began."""
         content = self.sources[want.source]
         digest = digest_of(want.source, content.version)
         keep = want.state is Wanted.KEEP and self.model_known
@@ -81,7 +87,7 @@ class FakeWorld:
         if reason is None and keep and len(self.kept | {want.name}) >= SLOTS:
             reason = Reason.SLOTS_EXHAUSTED
         if reason is not None:
-            return Refused(Cause(reason, "no"), content.version, self.room(want.state))
+            return Refused(Cause(reason, "no"), before if content.stamp == before else None, self.room(want.state))
         before = self.names.get(want.name)
         self.names[want.name] = Seen(digest, keep or (before is not None and before.kept))
         return Loaded(digest, want.in_slot and self.model_known)
@@ -96,6 +102,7 @@ class Loop:
         self.table = Reconciliation(self.told.append)
         self.waiting: deque[Load | Look] = deque()
         self.begun: list[Load | Look] = []
+        self.before: dict[AdapterName, Hashable] = {}
         self.loads = 0
 
     def declare(self, desired: DesiredSet) -> None:
@@ -125,6 +132,7 @@ class Loop:
             action = self.waiting.popleft()
             if self.table.begin(action):
                 self.begun.append(action)
+                self.before[action.want.name] = self.world.sources[action.want.source].stamp
             else:
                 self.judge({action.want.name})
 
@@ -132,9 +140,9 @@ class Loop:
         action = self.begun.pop(index % len(self.begun))
         if isinstance(action, Load):
             self.loads += 1
-            outcome = self.world.load(action.want)
+            outcome = self.world.load(action.want, self.before[action.want.name])
         else:
-            outcome = Looked(self.world.sources[action.want.source].version)
+            outcome = Looked(self.world.sources[action.want.source].stamp)
         self.table.end(action, outcome, self.world.now)
         self.judge({action.want.name})
 
@@ -267,6 +275,18 @@ TestReconcile.settings = settings(max_examples=150, stateful_step_count=30, dead
 
 def want(name: str, source: str = "/x", **fields: object) -> Want:
     return replace(Want(AdapterName(name), source=source), **fields)  # type: ignore[arg-type]
+
+
+def test_a_source_that_was_bad_only_while_it_was_read_is_read_again() -> None:
+    """Such as a link that went to another version and back."""
+    loop = Loop()
+    loop.declare(DesiredSet((want("a"),)))
+    loop.world.sources["/x"] = Content(1, Reason.ADAPTER_INVALID)
+    loop.finish(0)
+    loop.world.sources["/x"] = Content()
+    loop.advance(LAST_RETRY_SECONDS)
+    loop.finish_all()
+    assert loop.world.seen(AdapterName("a")) == Seen(digest_of("/x", 0), kept=False)
 
 
 def test_one_that_fails_for_ever_holds_up_nobody() -> None:

@@ -61,17 +61,18 @@ class Steps:
 
     async def load(self, want: Want) -> Loaded | Refused:
         """Loads what is wanted, as far as it is not there. Raises ShuttingDown."""
-        # Before the bytes are read, so that no later change of them is missed.
-        version = await self._version(want)
+        before = await self._version(want)
         try:
             return await self._loaded(want)
         except ShuttingDown:
             raise
         except SlotcarError as error:
+            # What was there at both ends was refused; otherwise nobody knows which bytes were.
+            version = before if await self._version(want) == before else None
             return Refused(Cause.of(error), version, self._world.room(want.state))
         except Exception:
             _log.exception("the declared adapter %s cannot be loaded", want.name)
-            return Refused(Cause.of(InternalError()), version)
+            return Refused(Cause.of(InternalError()), before)
 
     async def _version(self, want: Want) -> Hashable:
         tiers = self._cache.tiers
