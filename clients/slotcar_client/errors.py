@@ -11,7 +11,7 @@ SlotcarError                    also a row that only a newer server knows
 ├── MappingNotFound
 │   └── MappingReplaced         this side set no such mapping, or set another with its id
 ├── ShapeMismatch · SiteUnknown · RequestInvalid
-├── VersionMismatch · ShuttingDown
+├── VersionMismatch · ShuttingDown · DeviceLost
 ├── InternalError
 │   └── AuditFailed             an answer is not the answer to the question; its tensors were thrown away
 └── TransportError              gRPC failed without a row of the table
@@ -172,6 +172,11 @@ class ShuttingDown(SlotcarError):
     default_code = grpc.StatusCode.UNAVAILABLE
 
 
+class DeviceLost(SlotcarError):
+    default_reason = "DEVICE_LOST"
+    default_code = grpc.StatusCode.UNAVAILABLE
+
+
 class InternalError(SlotcarError):
     default_reason = "INTERNAL"
     default_code = grpc.StatusCode.INTERNAL
@@ -227,6 +232,7 @@ BY_REASON: dict[str, type[SlotcarError]] = {
         RequestInvalid,
         VersionMismatch,
         ShuttingDown,
+        DeviceLost,
         InternalError,
     )
 }

@@ -47,6 +47,7 @@ CODES: Mapping[str, grpc.StatusCode] = {
     "REQUEST_INVALID": grpc.StatusCode.INVALID_ARGUMENT,
     "INTERNAL": grpc.StatusCode.INTERNAL,
     "VERSION_MISMATCH": grpc.StatusCode.FAILED_PRECONDITION,
+    "DEVICE_LOST": grpc.StatusCode.UNAVAILABLE,
 }
 
 

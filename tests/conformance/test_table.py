@@ -51,10 +51,11 @@ EXAMPLES: list[SlotcarError] = [
     errors.ShuttingDown(),
     errors.InternalError(),
     errors.VersionMismatch(found="9.0.0", wanted="0.1.0"),
+    errors.DeviceLost("an illegal memory access"),
 ]
 
 
-# One test per row that meets it over a socket, of several. Nobody can ask for a fault of the server itself.
+# One test per row that meets it over a socket, of several. Nobody can ask for a fault of the server, or of its GPU.
 MET: dict[str, Callable[..., None]] = {
     "ADAPTER_NOT_FOUND": test_bad_requests.test_an_unknown_ref_is_not_found_by_every_call,
     "ADAPTER_NOT_RESIDENT": test_refused_states.test_an_adapter_that_lost_its_slot_is_not_resident,
@@ -80,7 +81,7 @@ MET: dict[str, Callable[..., None]] = {
 
 
 def test_every_row_is_met_over_a_socket() -> None:
-    assert MET.keys() == CODES.keys() - {"INTERNAL"}
+    assert MET.keys() == CODES.keys() - {"INTERNAL", "DEVICE_LOST"}
 
 
 def test_every_row_is_everywhere() -> None:

@@ -80,6 +80,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """INTERNAL. A fault of slotcar itself. Report it with the server's log."""
     ERROR_REASON_VERSION_MISMATCH: _ErrorReason.ValueType  # 21
     """FAILED_PRECONDITION. Client and server are too far apart: neighbouring minor versions work together. Upgrade one."""
+    ERROR_REASON_DEVICE_LOST: _ErrorReason.ValueType  # 22
+    """UNAVAILABLE. The server's device computes no more, and readiness and liveness say so. Retry elsewhere, or when a
+    new epoch is up.
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call was refused. The table is closed: every error that leaves the server carries exactly one
@@ -141,6 +145,10 @@ ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 20
 """INTERNAL. A fault of slotcar itself. Report it with the server's log."""
 ERROR_REASON_VERSION_MISMATCH: ErrorReason.ValueType  # 21
 """FAILED_PRECONDITION. Client and server are too far apart: neighbouring minor versions work together. Upgrade one."""
+ERROR_REASON_DEVICE_LOST: ErrorReason.ValueType  # 22
+"""UNAVAILABLE. The server's device computes no more, and readiness and liveness say so. Retry elsewhere, or when a
+new epoch is up.
+"""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 
 @_typing.final

@@ -7,7 +7,7 @@ SlotcarError
 ├── SlotsExhausted · CapacityExceeded
 ├── LayoutStale · SessionNotFound · MappingNotFound
 ├── ShapeMismatch · SiteUnknown · RequestInvalid
-└── ShuttingDown · InternalError
+└── ShuttingDown · DeviceLost · InternalError
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class Reason(StrEnum):
     REQUEST_INVALID = "REQUEST_INVALID"
     INTERNAL = "INTERNAL"
     VERSION_MISMATCH = "VERSION_MISMATCH"
+    DEVICE_LOST = "DEVICE_LOST"
 
 
 class SlotcarError(Exception):
@@ -233,6 +234,15 @@ class ShuttingDown(SlotcarError):
 
     def __init__(self) -> None:
         super().__init__("the server is shutting down: retry elsewhere, or when a new epoch is up")
+
+
+class DeviceLost(SlotcarError):
+    reason = Reason.DEVICE_LOST
+
+    def __init__(self, why: str) -> None:
+        super().__init__(
+            "the server's device computes no more: retry elsewhere, or when a new epoch is up", device_error=why
+        )
 
 
 class VersionMismatch(SlotcarError):

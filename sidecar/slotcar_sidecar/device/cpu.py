@@ -10,12 +10,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from weakref import WeakValueDictionary, finalize
 
 import torch
-from slotcar.shm.slots import BIAS, EPOCH_BYTES, LeafShape, SlotsGeometry, shard
+from slotcar.shm.slots import EPOCH_BYTES, LeafShape, SlotsGeometry
 from slotcar_kernels import forward, native
-from slotcar_kernels.buffers import DTYPE_NAMES, DTYPES, tensor_from_buffer
+from slotcar_kernels.buffers import DTYPES
 from slotcar_kernels.forward import BadAux, NeedsBase, PartSlots, Prepared, SiteCall
 from slotcar_kernels.native import backend as kernel_backend
 from slotcar_kernels.plan import Plan, plan_rows
@@ -30,13 +29,13 @@ from slotcar_sidecar.core.model import ModelSpec
 from slotcar_sidecar.core.ports import Batch, HostAdapter
 from slotcar_sidecar.core.site import Leaf
 from slotcar_sidecar.core.tensor import Matrix
-from slotcar_sidecar.device.leaves import NOTHING, LeafArrays, SlotParts, leaf_values, parts_of
+from slotcar_sidecar.device.fits import Fits
+from slotcar_sidecar.device.leaves import NOTHING, LeafArrays, SlotParts, flags_of, leaf_values, parts_of, slot_holds
+from slotcar_sidecar.device.matrices import to_matrix, to_tensor, to_tensor_or_none
 from slotcar_sidecar.device.slots_file import SlotsFile
-from slotcar_sidecar.device.weights import cast_warnings, check_range, host_tensors, padded_rank
+from slotcar_sidecar.device.weights import host_tensors, padded_rank
 
 __all__ = ["CpuBatch", "CpuDevice", "kernel_backend"]
-
-_BITS = {4: torch.int32, 2: torch.int16}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,9 +75,7 @@ class CpuDevice:
         self._epoch = epoch
         self._file: SlotsFile | None = None
         self._model: ModelSpec | None = None
-        # What fits, as long as it is there: a look at all values takes as long as a fill.
-        self._checked: WeakValueDictionary[int, HostAdapter] = WeakValueDictionary()
-        self._losses: dict[int, tuple[str, ...]] = {}  # of what is checked
+        self._fits: Fits | None = None
         self._arrays: dict[str, LeafArrays] = {}  # by the leaf's name
         # Per slot; a fill replaces its slot's parts, and only fills of different slots run at one time.
         self._parts: list[SlotParts] = [{} for _ in range(slots)]
@@ -97,10 +94,10 @@ class CpuDevice:
             weights.fill_(math.nan)
         memory = weights, torch.frombuffer(file.memory, dtype=torch.float32, offset=geometry.weights_offset)
         for index, leaf in enumerate(model.leaves):
-            arrays = self._arrays[leaf.name] = self._leaf_arrays(memory, geometry, index)
+            arrays = self._arrays[leaf.name] = LeafArrays.of_slots(memory, geometry, index)
             if self._poison and arrays.vectors is not None:
                 arrays.vectors.fill_(math.nan)
-        self._file, self._model = file, model
+        self._file, self._model, self._fits = file, model, Fits(model, self.max_rank, self.slot_dtype)
 
     @property
     def file(self) -> SlotsFile | None:
@@ -123,21 +120,13 @@ class CpuDevice:
 
     def losses(self, weights: HostAdapter) -> tuple[str, ...]:
         """What a cast to the slot dtype makes zero, for people. Raises what `check` raises."""
-        self.check(weights)
-        found = self._losses.get(id(weights))
-        if found is None:
-            found = self._losses[id(weights)] = cast_warnings(host_tensors(weights), self.slot_dtype)
-            finalize(weights, self._losses.pop, id(weights), None)
-        return found
+        assert self._fits is not None, "a device is shaped before it is filled"
+        return self._fits.losses(weights)
 
     def check(self, weights: HostAdapter) -> None:
         """Raises AdapterInvalid unless the adapter fits the model, and its values fit the slot dtype."""
-        assert self._model is not None, "a device is shaped before it is filled"
-        if self._checked.get(id(weights)) is weights:
-            return
-        weights.adapter.check_fits(self._model, self.max_rank)
-        check_range(host_tensors(weights), self.slot_dtype)
-        self._checked[id(weights)] = weights
+        assert self._fits is not None, "a device is shaped before it is filled"
+        self._fits.check(weights)
 
     def fill(self, slot: SlotId, weights: HostAdapter) -> None:
         """Writes A and Bᵀ, cast to the slot dtype, into a slot, and zeros from each rank up to the padded rank.
@@ -169,15 +158,15 @@ class CpuDevice:
         Raises RequestInvalid for an item that needs the base model's output and has none.
         """
         plan = plan_rows(entries)
-        inputs = {key: _tensor_or_none(x) for key, x in {id(item.x): item.x for item in items}.items()}
+        inputs = {key: to_tensor_or_none(x) for key, x in {id(item.x): item.x for item in items}.items()}
         used = [segment.slot for segment in plan.segments]
         calls = [
             SiteCall(
                 self._part_slots(item.site, used, rank),
                 self._out(item, plan.rows),
                 inputs[id(item.x)],
-                _tensor_or_none(item.base),
-                _tensor_or_none(item.aux),
+                to_tensor_or_none(item.base),
+                to_tensor_or_none(item.aux),
             )
             for item in items
         ]
@@ -186,7 +175,7 @@ class CpuDevice:
         except NeedsBase as error:
             wanted = "the base model's output, which an adapter of the mapping needs here"
             raise RequestInvalid(f"items[{error.index}].aux", found="nothing", wanted=wanted) from None
-        outputs = [item.out or _matrix(call.out) for item, call in zip(items, calls, strict=True)]
+        outputs = [item.out or to_matrix(call.out) for item, call in zip(items, calls, strict=True)]
         return CpuBatch(plan, prepared, tuple(outputs))
 
     def execute(self, batch: Batch) -> tuple[Matrix, ...]:
@@ -204,37 +193,12 @@ class CpuDevice:
     def matches(self, slot: SlotId, weights: HostAdapter) -> bool:
         """Whether the slot is, bit for bit, what a fill with `weights` writes (invariant I1)."""
         assert self._model is not None
-        host = host_tensors(weights)
-        padded = padded_rank(host.adapter, self.max_rank)
-        return self._parts[slot] == parts_of(self._model, host) and all(
-            _holds(rows, wanted)
-            for leaf, values in leaf_values(self._model, host)
-            for rows, wanted in self._arrays[leaf.name].written(slot, padded, values)
-        )
-
-    def _leaf_arrays(self, memory: tuple[Tensor, Tensor], geometry: SlotsGeometry, index: int) -> LeafArrays:
-        """The same places in each slot, of one leaf; `memory` is that of the slots, in their dtype and in float32."""
-        shape = geometry.leaves[index]
-        weights, vectors = memory
-        experts = (shape.experts,) if shape.experts else ()
-
-        def at(of: Tensor, offset: int, *shape: int) -> Tensor:
-            strides = [math.prod(shape[place + 1 :]) for place in range(len(shape))]
-            step = geometry.slot_bytes // of.itemsize
-            return of.as_strided((self.slots, *shape), (step, *strides), offset // of.itemsize)
-
-        rows = (shape.in_features, self.max_rank) if shape.embedding else (self.max_rank, shape.in_features)
-        return LeafArrays(
-            at(weights, geometry.a_offsets[index], *experts, *rows),
-            at(weights, geometry.b_offsets[index], *experts, self.max_rank, shape.out_features),
-            None if experts else at(vectors, geometry.v_offsets[index], 2, shape.out_features),
-            shape.embedding,
-        )
+        return slot_holds(slot, self._arrays, self._parts[slot], (self._model, self.max_rank), host_tensors(weights))
 
     def _out(self, item: ForwardItem, rows: int) -> Tensor:
         """Where the item's result goes: where it says, or memory of its own."""
         if item.out is not None:
-            return _tensor(item.out)
+            return to_tensor(item.out)
         assert self._model is not None
         return torch.empty(rows, self._model.rank_features(item.site)[1], dtype=DTYPES[item.dtype])
 
@@ -244,47 +208,12 @@ class CpuDevice:
         return [self._leaf_slots(self._model.leaves[index], used, rank) for index in leaves]
 
     def _leaf_slots(self, leaf: Leaf, used: Sequence[int], rank: int) -> PartSlots:
-        """A leaf as a rank sees it; only the first adds the bias where the engine sums what ranks compute."""
-        arrays, experts = self._rank_arrays(leaf, rank), leaf.experts
+        """A leaf as a rank sees it."""
+        assert self._model is not None
+        arrays, experts = self._arrays[leaf.name].of_rank(self._model, leaf, rank), leaf.experts
         ranks, scales, flags = [0] * (self.slots * experts), [0.0] * (self.slots * experts), [0] * self.slots
         for slot in used:
             for expert, part in enumerate(self._parts[slot].get(leaf.name, ())):
                 ranks[slot * experts + expert], scales[slot * experts + expert] = part.rank, part.scale
-                flags[slot] = part.flags & ~BIAS if leaf.site.shard == "row" and rank else part.flags
+                flags[slot] = flags_of(part, leaf, rank)
         return PartSlots(SiteSlots(arrays.a, arrays.b, ranks, scales, arrays.is_embedding), arrays.vectors, flags)
-
-    def _rank_arrays(self, leaf: Leaf, rank: int) -> LeafArrays:
-        arrays, how = self._arrays[leaf.name], leaf.site.shard
-        assert self._model is not None
-        ranks = self._model.tensor_parallel
-        if how == "none" or ranks == 1:
-            return arrays
-        if how == "row":
-            start, stop = shard(leaf.in_features, rank, ranks)
-            return arrays._replace(a=arrays.a[..., start:stop])
-        start, stop = shard(leaf.out_features, rank, ranks, leaf.part.copies)
-        vectors = None if arrays.vectors is None else arrays.vectors[..., start:stop]
-        return arrays._replace(b=arrays.b[..., start:stop], vectors=vectors)
-
-
-def _tensor(matrix: Matrix) -> Tensor:
-    return tensor_from_buffer(matrix.dtype, matrix.rows, matrix.columns, matrix.row_stride, matrix.data)
-
-
-def _matrix(tensor: Tensor) -> Matrix:
-    """The tensor's own memory, as a matrix."""
-    rows, columns = tensor.shape
-    return Matrix(DTYPE_NAMES[tensor.dtype], rows, columns, columns, tensor.view(torch.uint8).flatten().numpy().data)
-
-
-def _tensor_or_none(matrix: Matrix | None) -> Tensor | None:
-    return None if matrix is None else _tensor(matrix)
-
-
-def _holds(slot_rows: Tensor, values: Tensor | None) -> bool:
-    """Whether the first rows are `values`, cast, and the others zero, all bit for bit."""
-    wanted = torch.zeros_like(slot_rows)
-    if values is not None:
-        wanted[: len(values)].copy_(values)
-    bits = _BITS[slot_rows.element_size()]
-    return torch.equal(slot_rows.view(bits), wanted.view(bits))

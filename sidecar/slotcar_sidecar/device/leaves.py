@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from slotcar.shm.slots import BIAS, GAIN
+import torch
+from slotcar.shm.slots import BIAS, GAIN, SlotsGeometry, shard
 from slotcar_kernels.fill import SlotArray, fill_columns, fill_slot
 from torch import Tensor
 
@@ -13,9 +15,13 @@ from slotcar_sidecar.core.adapter import SiteLora
 from slotcar_sidecar.core.model import ModelSpec
 from slotcar_sidecar.core.placement import Placement
 from slotcar_sidecar.core.site import Leaf
-from slotcar_sidecar.device.weights import HostTensors, folded_b, vectors_of
+from slotcar_sidecar.device.weights import HostTensors, folded_b, padded_rank, vectors_of
 
-__all__ = ["NOTHING", "LeafArrays", "LeafValues", "Part", "SlotParts", "leaf_values", "parts_of"]
+__all__ = ["NOTHING", "LeafArrays", "LeafValues", "Part", "SlotParts", "flags_of", "leaf_values", "parts_of"]
+__all__ += ["slot_holds"]
+
+
+_BITS = {4: torch.int32, 2: torch.int16}
 
 
 class Part(NamedTuple):
@@ -49,6 +55,38 @@ class LeafArrays(NamedTuple):
     b: Tensor
     vectors: Tensor | None
     is_embedding: bool
+
+    @classmethod
+    def of_slots(cls, memory: tuple[Tensor, Tensor], geometry: SlotsGeometry, index: int) -> LeafArrays:
+        """The same places in each slot, of one leaf; `memory` is that of the slots, in their dtype and in float32."""
+        shape = geometry.leaves[index]
+        weights, vectors = memory
+        experts = (shape.experts,) if shape.experts else ()
+
+        def at(of: Tensor, offset: int, *shape: int) -> Tensor:
+            strides = [math.prod(shape[place + 1 :]) for place in range(len(shape))]
+            step = geometry.slot_bytes // of.itemsize
+            return of.as_strided((geometry.slots, *shape), (step, *strides), offset // of.itemsize)
+
+        rows = (shape.in_features, geometry.max_rank) if shape.embedding else (geometry.max_rank, shape.in_features)
+        return cls(
+            at(weights, geometry.a_offsets[index], *experts, *rows),
+            at(weights, geometry.b_offsets[index], *experts, geometry.max_rank, shape.out_features),
+            None if experts else at(vectors, geometry.v_offsets[index], 2, shape.out_features),
+            shape.embedding,
+        )
+
+    def of_rank(self, model: ModelSpec, leaf: Leaf, rank: int) -> LeafArrays:
+        """What a rank computes with."""
+        how, ranks = leaf.site.shard, model.tensor_parallel
+        if how == "none" or ranks == 1:
+            return self
+        if how == "row":
+            start, stop = shard(leaf.in_features, rank, ranks)
+            return self._replace(a=self.a[..., start:stop])
+        start, stop = shard(leaf.out_features, rank, ranks, leaf.part.copies)
+        vectors = None if self.vectors is None else self.vectors[..., start:stop]
+        return self._replace(b=self.b[..., start:stop], vectors=vectors)
 
     def fill(self, slot: int, padded: int, values: LeafValues) -> None:
         """Writes A and B up to the padded rank, and the vectors that there are."""
@@ -100,6 +138,11 @@ def parts_of(model: ModelSpec, weights: HostTensors) -> SlotParts:
     return {name: tuple(mine) for name, mine in parts.items()}
 
 
+def flags_of(part: Part, leaf: Leaf, rank: int) -> int:
+    """The part's flags for a rank: only the first adds the bias where the engine sums what ranks compute."""
+    return part.flags & ~BIAS if leaf.site.shard == "row" and rank else part.flags
+
+
 def leaf_values(model: ModelSpec, weights: HostTensors) -> Iterator[tuple[Leaf, LeafValues]]:
     """Each leaf of the model with what the adapter has for it; what is made for one leaf lives until the next."""
     placed: dict[int, list[tuple[SiteLora, Placement]]] = {}
@@ -115,6 +158,32 @@ def leaf_values(model: ModelSpec, weights: HostTensors) -> Iterator[tuple[Leaf, 
             for expert in _experts(leaf, place):
                 a[expert], b[expert] = _matrices(weights, part, expert, rows)
         yield leaf, LeafValues(a, b, gain, bias)
+
+
+def slot_holds(
+    slot: int,
+    arrays: Mapping[str, LeafArrays],
+    parts: SlotParts,
+    shape: tuple[ModelSpec, int],
+    weights: HostTensors,
+) -> bool:
+    """Whether a slot is, bit for bit, what a fill with `weights` writes (I1); `shape` is the model and largest rank."""
+    model, max_rank = shape
+    padded = padded_rank(weights.adapter, max_rank)
+    return parts == parts_of(model, weights) and all(
+        _holds(rows, wanted)
+        for leaf, values in leaf_values(model, weights)
+        for rows, wanted in arrays[leaf.name].written(slot, padded, values)
+    )
+
+
+def _holds(slot_rows: Tensor, values: Tensor | None) -> bool:
+    """Whether the first rows are `values`, cast, and the others zero, all bit for bit."""
+    wanted = torch.zeros_like(slot_rows)
+    if values is not None:
+        wanted[: len(values)].copy_(values)
+    bits = _BITS[slot_rows.element_size()]
+    return torch.equal(slot_rows.view(bits), wanted.view(bits))
 
 
 def _placed(model: ModelSpec, weights: HostTensors) -> Iterator[tuple[SiteLora, Placement, int]]:

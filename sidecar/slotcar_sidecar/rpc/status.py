@@ -35,6 +35,7 @@ CODES: dict[Reason, grpc.StatusCode] = {
     Reason.REQUEST_INVALID: grpc.StatusCode.INVALID_ARGUMENT,
     Reason.INTERNAL: grpc.StatusCode.INTERNAL,
     Reason.VERSION_MISMATCH: grpc.StatusCode.FAILED_PRECONDITION,
+    Reason.DEVICE_LOST: grpc.StatusCode.UNAVAILABLE,
 }
 
 

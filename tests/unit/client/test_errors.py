@@ -109,14 +109,14 @@ def test_every_status_without_details_has_a_class(code: grpc.StatusCode) -> None
 
 
 def test_a_reason_of_a_newer_server_is_kept() -> None:
-    info = error_details_pb2.ErrorInfo(reason="DEVICE_LOST", domain="slotcar", metadata={"device": "0"})
+    info = error_details_pb2.ErrorInfo(reason="NOT_YET_KNOWN", domain="slotcar", metadata={"device": "0"})
     packed = any_pb2.Any()
     packed.Pack(info)
     error = errors.from_rpc_error(
         failed(status_pb2.Status(code=14, message="gone", details=[packed]), grpc.StatusCode.UNAVAILABLE)
     )
     assert type(error) is errors.SlotcarError
-    assert (error.reason, error.metadata) == ("DEVICE_LOST", {"device": "0"})
+    assert (error.reason, error.metadata) == ("NOT_YET_KNOWN", {"device": "0"})
     streamed = errors.from_message(error_pb2.Error(code=99, reason=77, message="new"))  # type: ignore[arg-type]
     assert type(streamed) is errors.SlotcarError
     assert (streamed.reason, streamed.code) == ("REASON_77", grpc.StatusCode.UNKNOWN)

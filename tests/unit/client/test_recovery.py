@@ -16,7 +16,7 @@ STEPS = {
     errors.MappingNotFound: Step.REMAP,
     errors.SessionNotFound: Step.REOPEN,
 }
-AWAY = (errors.Unavailable, errors.ShuttingDown)
+AWAY = (errors.Unavailable, errors.ShuttingDown, errors.DeviceLost)
 EVERY = [
     *errors.BY_REASON.values(),
     errors.SlotcarError,
@@ -41,7 +41,7 @@ def test_each_error_has_one_step_and_most_are_the_callers(kind: type[errors.Slot
 
 def test_an_unknown_reason_is_the_callers_unless_the_server_is_away() -> None:
     assert next_step(errors.SlotcarError("x", reason="LAYOUT_STALE_V2"), WAIT) is Step.RAISE
-    lost = errors.SlotcarError("x", reason="DEVICE_LOST", code=grpc.StatusCode.UNAVAILABLE)
+    lost = errors.SlotcarError("x", reason="NOT_YET_KNOWN", code=grpc.StatusCode.UNAVAILABLE)
     assert (next_step(lost, FAIL), next_step(lost, WAIT)) == (Step.RAISE, Step.WAIT)
 
 

@@ -1,4 +1,4 @@
-"""The CPU device: what a fill leaves in a slot, and what a prepared batch keeps."""
+"""Each device: what a fill leaves in a slot, and what a prepared batch keeps. `devices` says which one is made."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from slotcar_sidecar.core.ids import SlotId
 from slotcar_sidecar.core.model import ModelSpec, Site
 from slotcar_sidecar.core.ports import Device
 from slotcar_sidecar.core.tensor import ITEM_BYTES, Matrix
-from slotcar_sidecar.device.cpu import CpuDevice
 
 from tests.fakes.weights import FakeWeights, fake_weights
 from tests.tolerances import assert_close, assert_same_bits
+from tests.unit.device.devices import AnyDevice, cpu_only, make_device
 
 MODEL = ModelSpec.of([Site("k", 33, 18), Site("o", 40, 33), Site("q", 33, 40)])
 MAX_RANK = 35
@@ -30,8 +30,8 @@ NARROW = fake_weights(MODEL, {"q": 3}, seed=2)
 OTHER = fake_weights(MODEL, {"k": 1, "q": 16}, seed=3)
 
 
-def device(slot_dtype: str = "float32") -> CpuDevice:
-    made = CpuDevice(3, MAX_RANK, slot_dtype, poison=True)
+def device(slot_dtype: str = "float32") -> AnyDevice:
+    made = make_device(3, MAX_RANK, slot_dtype)
     made.shape(MODEL)
     return made
 
@@ -65,7 +65,7 @@ class Rows:
     weights: FakeWeights | None
 
 
-def assert_computes(target: CpuDevice, rows: Sequence[Rows], dtype: str = "float32") -> None:
+def assert_computes(target: AnyDevice, rows: Sequence[Rows], dtype: str = "float32") -> None:
     """Each entry's rows, at every site, are those of its adapter."""
     count = sum(entry.count for entry in rows)
     for site in MODEL.sites:
@@ -85,7 +85,7 @@ def test_is_a_device() -> None:
 
 
 def test_slot_bytes() -> None:
-    assert CpuDevice(3, MAX_RANK).slot_bytes() == 0
+    assert make_device(3, MAX_RANK).slot_bytes() == 0
     columns, vectors = 33 + 18 + 40 + 33 + 33 + 40, 2 * 4 * (18 + 33 + 40)
     assert device().slot_bytes() == 4 * MAX_RANK * columns + vectors == MODEL.slot_bytes(MAX_RANK, 4)
     assert device("bfloat16").slot_bytes() == 2 * MAX_RANK * columns + vectors
@@ -198,6 +198,7 @@ def test_a_fill_leaves_the_host_weights_as_they_were() -> None:
         assert_same_bits(tensor, copy)
 
 
+@cpu_only
 def test_a_prepared_batch_keeps_its_ranks_and_scales() -> None:
     target = device()
     target.fill(A, OTHER)
@@ -226,6 +227,7 @@ def test_add_keeps_the_bits_of_base_rows() -> None:
     assert_close(added[rows], base[rows].to(torch.float64) + truth(NARROW, "q", x)[rows])
 
 
+@cpu_only
 def test_items_that_share_an_input_share_its_tensor_and_keep_their_order() -> None:
     target = device()
     target.fill(A, WIDE)
@@ -302,7 +304,7 @@ def test_an_adapter_that_does_not_fit_the_model_is_refused_before_a_write() -> N
 
 @pytest.mark.parametrize("max_rank", [5, 16, 17, 32])
 def test_the_padded_rank_ends_at_the_largest_rank(max_rank: int) -> None:
-    target = CpuDevice(2, max_rank, poison=True)
+    target = make_device(2, max_rank)
     target.shape(MODEL)
     weights = fake_weights(MODEL, {"k": max_rank, "q": 1})
     target.fill(B, weights)

@@ -12,11 +12,11 @@ from slotcar_sidecar.core.adapter import SiteLora
 from slotcar_sidecar.core.errors import AdapterInvalid, AdapterUnsupported, RequestInvalid
 from slotcar_sidecar.core.forward import check_items
 from slotcar_sidecar.core.model import ModelSpec
-from slotcar_sidecar.device.cpu import CpuDevice
 from slotcar_sidecar.device.weights import cast_warnings, check_range, folded_b
 
 from tests.fakes.weights import weights_of_parts
 from tests.tolerances import assert_same_bits
+from tests.unit.device.devices import AnyDevice, make_device
 from tests.unit.device.kinds import (
     APART,
     ENTRIES,
@@ -45,8 +45,8 @@ MAX_RANK = 35
 SITES = [site.name for site in MODEL.sites]
 
 
-def device(model: ModelSpec = MODEL, slot_dtype: str = "float32") -> CpuDevice:
-    made = CpuDevice(3, MAX_RANK, slot_dtype, poison=True)
+def device(model: ModelSpec = MODEL, slot_dtype: str = "float32") -> AnyDevice:
+    made = make_device(3, MAX_RANK, slot_dtype)
     made.shape(model)
     for slot, weights in SLOTS.items():
         made.fill(slot, weights)

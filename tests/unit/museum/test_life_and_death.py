@@ -27,6 +27,7 @@ from slotcar_sidecar.core.ids import SlotId
 from slotcar_sidecar.core.layout import SlotState
 from slotcar_sidecar.core.pins import MappingOwner
 from slotcar_sidecar.rpc.interceptors import ErrorInterceptor
+from slotcar_sidecar.rpc.status import DETAILS_KEY
 
 from tests.fakes.parts import SITE, Bench, digest_of, make_bench, settle
 from tests.fakes.steps import (
@@ -202,15 +203,15 @@ async def test_unload_while_in_flight_with_nobody_waiting_for_the_slot() -> None
 
 
 async def test_a_fence_ends_with_the_last_kernel_that_its_caller_gave_up() -> None:
-    """Triton server#3207, Triton server#7688. What an aborted call uses is in use until its kernel ends, no longer.
+    """Triton server#3207, Triton server#7688. What an refusals call uses is in use until its kernel ends, no longer.
 
     To see it fail: give State.outliving no group in Forwards.forward.
     """
     bench = await bench_with(1, "a")
     session = open_session(bench)
-    aborted = forward(bench, session, map_names(bench, session, "a"))
+    refusals = forward(bench, session, map_names(bench, session, "a"))
     await settle()
-    aborted.cancel()
+    refusals.cancel()
     fence = asyncio.get_running_loop().create_task(bench.cache.fence(session))
     await settle()
     assert not fence.done()
@@ -278,31 +279,32 @@ async def test_a_refusal_is_its_own_reason_and_no_crash(caplog: pytest.LogCaptur
     """
     counted: list[tuple[str, str]] = []
     interceptor = ErrorInterceptor(1 << 20, lambda method, reason: counted.append((method, reason)))
-    aborted: list[tuple[grpc.StatusCode, str]] = []
-
-    class Aborted(Exception):
-        """What gRPC raises: a bare exception."""
+    refusals: list[tuple[grpc.StatusCode, str]] = []
 
     class Context:
-        async def abort(self, code: grpc.StatusCode, message: str, details: Any) -> None:
-            aborted.append((code, message))
-            raise Aborted
+        def set_code(self, code: grpc.StatusCode) -> None:
+            self.code = code
+
+        def set_details(self, message: str) -> None:
+            refusals.append((self.code, message))
+
+        def set_trailing_metadata(self, details: Any) -> None:
+            assert [key for key, _ in details] == [DETAILS_KEY]
 
     async def end(error: Exception) -> None:
         async def handler(request: Any, context: Any) -> Any:
             raise error
 
-        with pytest.raises(Aborted):
-            await interceptor._unary("Call", handler)(Empty(), Context())
+        assert await interceptor._unary("Call", handler)(Empty(), Context()) is None
 
     errors: list[SlotcarError] = [SessionNotFound(), AdapterNotFound("a"), SlotsExhausted("none")]
     for error in errors:
         await end(error)
     assert [reason for _, reason in counted] == [error.reason.value for error in errors]
-    assert grpc.StatusCode.INTERNAL not in [code for code, _ in aborted]
+    assert grpc.StatusCode.INTERNAL not in [code for code, _ in refusals]
     assert not caplog.records
     await end(ZeroDivisionError("secret"))
     assert counted[-1] == ("Call", Reason.INTERNAL.value)
-    assert aborted[-1][0] is grpc.StatusCode.INTERNAL
-    assert "secret" not in aborted[-1][1]
+    assert refusals[-1][0] is grpc.StatusCode.INTERNAL
+    assert "secret" not in refusals[-1][1]
     assert len(caplog.records) == 1

@@ -1,0 +1,15 @@
+"""Where the kernels run: the GPU, or without one the CPU, on which Triton's interpreter runs the same checks."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["DEVICE", "twin"]
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def twin(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the device with the same shape, strides and surroundings: all of the tensor's storage is copied."""
+    whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+    return whole.to(DEVICE, copy=True).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
