@@ -19,12 +19,11 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 
 from grpc_health.v1 import health_pb2
-from prometheus_client import start_http_server
 from slotcar.shm.slots import EPOCH_BYTES
 
-from slotcar_sidecar import memory
+from slotcar_sidecar import devices, memory, scrapes
 from slotcar_sidecar.cache import AdapterCache
-from slotcar_sidecar.config import PLANES, Config, TcpAddress, UnixAddress
+from slotcar_sidecar.config import PLANES, Config, UnixAddress
 from slotcar_sidecar.core.errors import SlotcarError
 from slotcar_sidecar.core.events import EventKind, EventLog
 from slotcar_sidecar.core.ids import Epoch
@@ -40,7 +39,7 @@ from slotcar_sidecar.device.cpu import CpuDevice
 from slotcar_sidecar.device.threads import compute_alone
 from slotcar_sidecar.fetches import make_sources
 from slotcar_sidecar.ops import logs
-from slotcar_sidecar.ops.metrics import Metrics, Snapshot
+from slotcar_sidecar.ops.metrics import Metrics
 from slotcar_sidecar.ring.handshake import Handshakes
 from slotcar_sidecar.ring.rings import RingLimits, Rings, SlotsDescriptor, Surroundings
 from slotcar_sidecar.ring.thread import RingThread
@@ -65,7 +64,6 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _EXPIRY_SECONDS = 0.25
 _QUIET_SECONDS = 0.5
 _CLOSE_SECONDS = 2.0
-_SNAPSHOT_SECONDS = 5.0
 _FLUSH_SECONDS = 10.0
 _REMOTE_THREADS = 4
 # How long a thread of rings that wakes up waits for one that computes in Python; 5 ms, the default, are 300 Forwards.
@@ -100,9 +98,10 @@ async def run(config: Config) -> None:
         no_fetches = threading.Event()
         cache = _make_cache(config, metrics, no_fetches, resources)
         await _restore(config, cache, resources)
+        await devices.warm_up(cache.device, 2 * config.compute_threads, stop, cache.environment.load_pool)
         rings = _serve_rings(config, planes, cache, metrics, resources)
         if config.metrics_address is not None:
-            _serve_metrics(config.metrics_address, metrics, resources)
+            scrapes.serve_metrics(config.metrics_address, metrics, resources)
         reconciler = None
         if config.adapters is not None:
             reconciler = Reconciler(cache, config.adapters, config.adapters_poll_seconds, metrics)
@@ -116,7 +115,13 @@ async def run(config: Config) -> None:
         _log.info("serving", extra={"fields": facts})
         chores = [
             asyncio.create_task(chore)
-            for chore in (_expire(cache, rings), cache.restored(), _flush(cache), memory.return_freed())
+            for chore in (
+                _expire(cache, rings),
+                cache.restored(),
+                _flush(cache),
+                memory.return_freed(),
+                devices.watch(cache.device, rpc.health),
+            )
         ]
         if reconciler is not None:
             chores.append(asyncio.create_task(reconciler.run()))
@@ -161,7 +166,7 @@ def _make_cache(
     source = make_sources(config, base, metrics, no_fetches)
     resources.callback(no_fetches.set)
     layout = Layout.empty(Epoch(secrets.token_hex(EPOCH_BYTES // 2)), config.slots)
-    device = CpuDevice(config.slots, config.max_rank, config.dtype, epoch=str(layout.epoch))
+    device = devices.make_device(config, str(layout.epoch))
     events.listeners += [functools.partial(logs.log_event, layout.epoch), metrics.event]
     disk = _open_disk(config, environment, resources)
     tiers = StoreTiers(source, host, disk, environment, config.max_adapter_bytes, base)
@@ -190,11 +195,11 @@ def _make_cache(
     metrics.build(
         version=version("slotcar"),
         epoch=str(layout.epoch),
-        device="cpu",
+        device="cpu" if isinstance(device, CpuDevice) else "cuda",
         slot_dtype=config.dtype,
         kernel=device.kernel,
     )
-    metrics.watch(functools.partial(_read_snapshot, asyncio.get_running_loop(), cache))
+    scrapes.watch(metrics, cache, config)
     return cache
 
 
@@ -260,10 +265,14 @@ def _read_model(config: Config, base: BaseModel | None) -> ModelSpec | None:
 
 
 def offered_planes(config: Config) -> tuple[str, ...]:
-    """What the settings and this machine allow: shared memory needs a unix socket, and ordered reads and writes."""
+    """What the settings and this machine allow: shared memory needs a unix socket, and ordered reads and writes.
+
+    No engine can map slots that are on a GPU. Raises StartError for a GPU that cannot be used.
+    """
     is_ordered = platform.machine() in _ORDERED_MACHINES or CpuDevice.kernel != "torch"
     shares = is_ordered and any(isinstance(address, UnixAddress) for address in config.addresses)
-    return tuple(plane for plane in PLANES if plane in config.planes and (plane == "stream" or shares))
+    possible = {"stream": True, "ring": shares, "direct": shares and not devices.is_on_gpu(config)}
+    return tuple(plane for plane in PLANES if plane in config.planes and possible[plane])
 
 
 def _serve_rings(
@@ -313,17 +322,6 @@ def _end_rings(rings: Rings, threads: Iterable[threading.Thread]) -> None:
 def _slots_descriptor(cache: AdapterCache) -> SlotsDescriptor | None:
     file = cache.device.file if isinstance(cache.device, CpuDevice) else None
     return None if file is None else SlotsDescriptor(file.descriptor, file.geometry.total_bytes)
-
-
-def _read_snapshot(loop: asyncio.AbstractEventLoop, cache: AdapterCache) -> Snapshot:
-    """The cache's owner is one thread; scrapes come in others."""
-    return asyncio.run_coroutine_threadsafe(_snapshot(cache), loop).result(_SNAPSHOT_SECONDS)
-
-
-async def _snapshot(cache: AdapterCache) -> Snapshot:
-    residency = cache.residency
-    pins = sum(len(owners) for owners in residency.pins.owners.values())
-    return Snapshot(residency.layout, cache.capacity(), pins, len(residency.holds))
 
 
 async def _expire(cache: AdapterCache, rings: Rings) -> None:
@@ -383,14 +381,3 @@ async def _set_health(servicer: Health, *, serving: bool) -> None:
     await servicer.set("liveness", health_pb2.HealthCheckResponse.SERVING)
     for service in ("readiness", ""):
         await servicer.set(service, status)
-
-
-def _serve_metrics(address: TcpAddress, metrics: Metrics, resources: contextlib.ExitStack) -> None:
-    try:
-        server, _ = start_http_server(address.port, address.host, metrics.registry)
-    except OSError as error:
-        raise StartError(f"cannot serve metrics at {address.authority}: {error}") from error
-    resources.callback(server.server_close)
-    resources.callback(server.shutdown)
-    port = server.server_address[1]
-    _log.info("metrics", extra={"fields": {"at": f"http://{TcpAddress(address.host, port).authority}/metrics"}})

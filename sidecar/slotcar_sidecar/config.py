@@ -25,6 +25,8 @@ ENVIRONMENT_PREFIX = "SLOTCAR_"
 PLANES = ("stream", "ring", "direct")
 MAX_SOCKET_PATH_BYTES = 107
 _MAX_MESSAGE_BYTES = 511 << 20
+# Not that of another metric of ours.
+_LORA_INFO = re.compile(r"slotcar_lora_requests_info|(?!slotcar_)[a-zA-Z_:][a-zA-Z0-9_:]*")
 _SIZE = re.compile(r"(\d+)\s*(|B|KiB|MiB|GiB|TiB)", re.IGNORECASE)
 _NAMED_UNITS = (("B", 1), ("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30), ("TiB", 1 << 40))
 _UNITS = {"": 1} | {name.lower(): unit for name, unit in _NAMED_UNITS}
@@ -119,6 +121,13 @@ class Config:
     )
     insecure: bool = _setting(False, "Allow TCP beyond loopback without TLS.")
     metrics: str | None = _setting(None, "Where to serve /metrics over HTTP, as host:port. Not served without it.")
+    metrics_adapters: int = _setting(
+        256, "Most resident adapters that /metrics names, the latest used first; 0 names none.", least=0
+    )
+    metrics_lora_info: str = _setting(
+        "slotcar_lora_requests_info",
+        "Name of the gauge that tells routers of resident adapters; vllm:lora_requests_info is what most look for.",
+    )
     base_model: Path | None = _setting(
         None,
         "Hugging Face folder of the base model: its sites, and weights for DoRA, trained biases and copies. Without it "
@@ -130,7 +139,11 @@ class Config:
     slots: int = _setting(8, "Number of adapter slots.", most=4096)
     max_rank: int = _setting(64, "Largest LoRA rank at any site.", most=65536)
     dtype: str = _setting("float32", "Element type of the slots.", choices=DTYPES)
-    device: str = _setting("auto", "Where the slots are; auto is the CPU.", choices=("auto", "cpu", "cuda"))
+    device: str = _setting(
+        "cpu",
+        "Where the slots are; auto is a GPU where torch and Triton have one, else the CPU.",
+        choices=("auto", "cpu", "cuda"),
+    )
     root: tuple[Path, ...] = _setting((), "Folder that adapters may be loaded from. Repeatable; none allows no load.")
     source: tuple[str, ...] = _setting(
         (),
@@ -189,15 +202,13 @@ class Config:
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
             _check_choices(item, value)
-            if item.type in ("int", "float") and not value > 0:
+            if item.type in ("int", "float") and not (value > 0 or value == item.metadata.get("least")):
                 raise ConfigError(item.name, value, "more than 0")
             most = item.metadata.get("most")
             if most is not None and value > most:
                 raise ConfigError(item.name, value, f"at most {most}")
         if self.max_message_bytes > _MAX_MESSAGE_BYTES:
             raise ConfigError("max_message_bytes", self.max_message_bytes, f"at most {_MAX_MESSAGE_BYTES}")
-        if self.device == "cuda":
-            raise ConfigError("device", "cuda", "cpu: this version computes on the CPU only")
         if "stream" not in self.planes:
             raise ConfigError("planes", ",".join(self.planes) or "empty", "stream among them")
         self._check_addresses()
@@ -218,6 +229,8 @@ class Config:
                     raise ConfigError("listen", address, wanted)
         if self.metrics is not None:
             parse_address("metrics", f"tcp://{self.metrics}")
+        if not _LORA_INFO.fullmatch(self.metrics_lora_info):
+            raise ConfigError("metrics_lora_info", self.metrics_lora_info, "a name such as vllm:lora_requests_info")
 
     @property
     def addresses(self) -> tuple[Address, ...]:

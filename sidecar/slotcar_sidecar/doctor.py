@@ -38,7 +38,7 @@ def examine(target: str | None) -> list[Check]:
     checks = [Check("python", "ok", platform.python_version())]
     checks += [_package(name, "missing", "required") for name in _REQUIRED]
     checks += [_package(name, "note", why) for name, why in _OPTIONAL.items()]
-    checks += [_cpu(), _memory(), _shared_memory(), Check("device", "ok", "cpu (this version has no other)")]
+    checks += [_cpu(), _memory(), _shared_memory(), _device()]
     checks += [_kernel(), _socket_folder(), *_server(target)]
     return checks
 
@@ -61,6 +61,13 @@ def _cpu() -> Check:
             model = value.strip()
     features = [feature for feature in _CPU_FEATURES if feature in flags] or ["no vector extension that we use"]
     return Check("cpu", "ok", f"{model}, {len(os.sched_getaffinity(0))} usable, {' '.join(features)}")
+
+
+def _device() -> Check:
+    from slotcar_sidecar.device.found import why_no_gpu  # tensor libraries take a second to import
+
+    why_not = why_no_gpu(Config().max_rank)
+    return Check("device", "ok", f"cpu; cuda cannot be used: {why_not}" if why_not else "cuda, or cpu")
 
 
 def _kernel() -> Check:

@@ -164,7 +164,7 @@ class Target:
         gauges = {}
         if self.metrics_url is not None:
             metrics = self.metrics()
-            gauges = {name: metrics[name, ()] for name in GAUGES}
+            gauges = {name: sum(value for (shown, _), value in metrics.items() if shown == name) for name in GAUGES}
         return State(page.layout, tuple(page.adapters), sessions, capacity, gauges)
 
     def sessions(self) -> tuple[adapter_service_pb2.SessionStatus, ...]:

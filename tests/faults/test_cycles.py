@@ -61,7 +61,7 @@ def footprint(sidecar: SidecarProcess) -> Footprint:
         sum(1 for path in disk.rglob("*") if path.is_file()),
         sum(not line.startswith("#") for line in text.splitlines()),
         gauges.read("slotcar_adapters"),
-        gauges.read("slotcar_pins"),
+        gauges.read('slotcar_pins{owner="mapping"}'),
     )
 
 

@@ -65,7 +65,9 @@ def client(sidecar: SidecarProcess, library: Library) -> Iterator[Client]:
             client.load(name, library.root / name)
         yield client
         gauges = Gauges(sidecar)
-        eventually(lambda: gauges.read("slotcar_sessions") == gauges.read("slotcar_pins") == 0, "the end of sessions")
+        eventually(
+            lambda: gauges.read("slotcar_sessions") == gauges.read("slotcar_mappings") == 0, "the end of sessions"
+        )
         for name in (A, B, C):
             client.load(name, library.root / name)
     # What gRPC itself says of a client that is gone is no fault of the sidecar's.

@@ -106,17 +106,17 @@ MUTANTS = (
     Mutant(
         "no second check",
         f"{CACHE}/forwards.py",
-        "            outputs = await state.run(state.environment.compute_pool, state.device.execute, batch)\n"
+        "            outputs, began = await state.run(state.environment.compute_pool, self._execute, batch)\n"
         "            mapping.check_current(state.layout)\n",
-        "            outputs = await state.run(state.environment.compute_pool, state.device.execute, batch)\n",
+        "            outputs, began = await state.run(state.environment.compute_pool, self._execute, batch)\n",
         f"{CACHE_STEPS}::test_a_fill_waits_for_the_kernel_that_reads_its_slot",
     ),
     Mutant(
         "the mark ends with the launch",
         f"{CACHE}/forwards.py",
-        "            outputs = await state.run(state.environment.compute_pool, state.device.execute, batch)\n"
+        "            outputs, began = await state.run(state.environment.compute_pool, self._execute, batch)\n"
         "            mapping.check_current(state.layout)\n",
-        "        outputs = await state.run(state.environment.compute_pool, state.device.execute, batch)\n"
+        "        outputs, began = await state.run(state.environment.compute_pool, self._execute, batch)\n"
         "        mapping.check_current(state.layout)\n",
         f"{CACHE_STEPS}::test_a_fill_waits_for_the_kernel_that_reads_its_slot",
     ),

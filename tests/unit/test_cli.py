@@ -73,7 +73,7 @@ def test_the_defaults_that_the_help_shows_are_accepted(served: list[Config]) -> 
         ("--max-rank", "-1"),
         ("--heartbeat-seconds", "nan"),
         ("--dtype", "int8"),
-        ("--device", "cuda"),
+        ("--device", "tpu"),
         ("--host-bytes", "4 parsecs"),
         ("--max-message-bytes", "1GiB"),
         ("--root", "/nowhere/at/all"),
@@ -83,6 +83,9 @@ def test_the_defaults_that_the_help_shows_are_accepted(served: list[Config]) -> 
         ("--listen", "tcp://127.0.0.1:99999"),
         ("--listen", "http://127.0.0.1:1"),
         ("--metrics", "nonsense"),
+        ("--metrics-adapters", "-1"),
+        ("--metrics-lora-info", "1st"),
+        ("--metrics-lora-info", "slotcar_slots"),
         ("--what-is-this", "1"),
     ],
 )
@@ -96,6 +99,11 @@ def test_a_setting_that_cannot_be_used_is_wrong_usage(served: list[Config], flag
 def test_tcp_beyond_loopback_needs_insecure(served: list[Config]) -> None:
     assert invoke("serve", "--listen", "tcp://0.0.0.0:1", "--insecure").exit_code == 0
     assert invoke("serve", "--listen", "tcp://[::1]:1").exit_code == 0
+
+
+def test_metrics_may_name_no_adapter_and_have_the_name_that_routers_look_for(served: list[Config]) -> None:
+    assert invoke("serve", "--metrics-adapters", "0", "--metrics-lora-info", "vllm:lora_requests_info").exit_code == 0
+    assert (served[0].metrics_adapters, served[0].metrics_lora_info) == (0, "vllm:lora_requests_info")
 
 
 def test_a_variable_that_means_nothing_is_said_but_not_one_of_kubernetes() -> None:

@@ -24,7 +24,7 @@ PACKAGES = {"slotcar": "proto", "slotcar_kernels": "kernels", "slotcar_client": 
 _COMMAND_LINE = {"calls", "cli", "completion", "console", "doctor", "tables", "verbs", "watch"}
 
 # Modules that make the process, beside app.py; they are one layer too.
-_PROCESS = {"app", "fetches", "memory", "sockets"}
+_PROCESS = {"app", "devices", "fetches", "memory", "scrapes", "sockets"}
 TOGETHER = dict.fromkeys(_COMMAND_LINE, "cli") | dict.fromkeys(_PROCESS, "app")
 
 SIDECAR = {"core", "store", "device", "cache", "rpc", "ring", "sync", "ops", "config"}

@@ -7,13 +7,18 @@ checks again before the result leaves.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from slotcar_sidecar.cache.mappings import Mappings
 from slotcar_sidecar.cache.state import State
 from slotcar_sidecar.core.calls import Computed, ForwardCall, check_forward
 from slotcar_sidecar.core.errors import LayoutStale, ModelUnknown, SlotcarError
 from slotcar_sidecar.core.events import EventKind
+from slotcar_sidecar.core.forward import work_of
 from slotcar_sidecar.core.ids import SessionId
+from slotcar_sidecar.core.ports import Batch
+from slotcar_sidecar.core.tally import NO_WORK
+from slotcar_sidecar.core.tensor import Matrix
 
 
 class Forwards:
@@ -41,12 +46,12 @@ class Forwards:
 
     async def _observed(self, call: ForwardCall) -> Computed:
         state = self._state
-        start, reason = state.now(), "INTERNAL"
+        start, reason, work, queue_seconds = state.now(), "INTERNAL", NO_WORK, 0.0
         self.in_flight += 1
         try:
             with state.waits.forward():
                 computed = await self._forward(call)
-            reason = "OK"
+            reason, work, queue_seconds = "OK", computed.work, computed.queue_seconds
             return computed
         except SlotcarError as error:
             reason = str(error.reason)
@@ -58,7 +63,8 @@ class Forwards:
         finally:
             self.in_flight -= 1
             self.last_at = state.now()
-            state.environment.observer.forward(call.plane, sum(call.row_counts), self.last_at - start, reason)
+            seconds = self.last_at - start
+            state.environment.observer.forward(call.plane, seconds, reason, work, queue_seconds)
 
     async def _forward(self, call: ForwardCall) -> Computed:
         state, start = self._state, self._state.now()
@@ -75,9 +81,14 @@ class Forwards:
             self._mappings.used(session, mapping)
             state.residency.slots.uses.touch(mapping.slots)
             batch = state.device.prepare(rows, call.items, call.rank)
-            prepared = state.now()
-            outputs = await state.run(state.environment.compute_pool, state.device.execute, batch)
+            outputs, began = await state.run(state.environment.compute_pool, self._execute, batch)
             mapping.check_current(state.layout)
         if session.mappings.get(call.mapping_id) is mapping:
             session.last_used[call.mapping_id] = state.now()
-        return Computed(outputs, mapping.digests, state.layout, prepared - start, state.now() - prepared)
+        work = work_of(call.items, sum(call.row_counts), state.model)
+        return Computed(outputs, mapping.digests, state.layout, began - start, state.now() - began, work)
+
+    def _execute(self, batch: Batch) -> tuple[Sequence[Matrix], float]:
+        """In the pool: the outputs, and when that began."""
+        began = self._state.now()
+        return self._state.device.execute(batch), began

@@ -9,21 +9,30 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import Collection, Iterator
+from typing import NamedTuple
 
 from slotcar_sidecar.cache.reads import Reads
 from slotcar_sidecar.cache.state import State
 from slotcar_sidecar.core.bindings import Binding
 from slotcar_sidecar.core.calls import Estimate, LoadCall, Loaded
-from slotcar_sidecar.core.errors import CapacityExceeded, ModelUnknown, ShuttingDown, SlotcarError
+from slotcar_sidecar.core.errors import CapacityExceeded, ModelUnknown, Reason, ShuttingDown, SlotcarError
 from slotcar_sidecar.core.events import EventKind
 from slotcar_sidecar.core.ids import AdapterName, AdapterRef, Digest, SlotId
 from slotcar_sidecar.core.ports import HostAdapter, Upload
 from slotcar_sidecar.core.reservations import Party
 from slotcar_sidecar.core.slots import Claim, Demand
 from slotcar_sidecar.core.tensor import ITEM_BYTES
+from slotcar_sidecar.core.thrash import Evicted
 
 _MAX_UPLOADS = 4
 _MAX_UNDER_WAY = 1024
+
+
+class _Fill(NamedTuple):
+    """A slot that is being written, and for which name."""
+
+    task: asyncio.Task[None]
+    name: AdapterName
 
 
 class Loads:
@@ -31,7 +40,8 @@ class Loads:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._fills: dict[Digest, asyncio.Task[None]] = {}
+        self._fills: dict[Digest, _Fill] = {}
+        self._evicted = Evicted()
         self._reads = Reads(state)
         self._under_way = 0
         self._uploads: set[Upload] = set()
@@ -73,9 +83,10 @@ class Loads:
             state.check_target(on_disk=call.on_disk)
             if call.hold is not None:
                 state.check_hold(call.hold.owner)
-            async with self._reads.of_call(call) as (weights, source):
-                loaded = await self._place(call, hold_token, weights, source)
-                saved = self.save(weights)
+            with self._counted():
+                async with self._reads.of_call(call) as (weights, source):
+                    loaded = await self._place(call, hold_token, weights, source)
+                    saved = self.save(weights)
             if call.upload is not None or call.on_disk:
                 # The answer says whether the disk took it: nobody could read an upload again.
                 await saved
@@ -95,6 +106,19 @@ class Loads:
                 self._loaded_uploads.discard(call.upload)
                 self._uploads.discard(call.upload)
 
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Counts how the load inside ends."""
+        reason = str(Reason.INTERNAL)
+        try:
+            yield
+            reason = "OK"
+        except SlotcarError as error:
+            reason = str(error.reason)
+            raise
+        finally:
+            self._state.environment.observer.loaded(reason)
+
     async def _place(
         self, call: LoadCall, hold_token: object | None, weights: HostAdapter, source: str | None
     ) -> Loaded:
@@ -109,7 +133,7 @@ class Loads:
         for digest in claimed:
             residency.claim(digest, claim)
         try:
-            state.tiers.host.put(weights, state.held_digests())
+            self._put(weights, state.held_digests())
             if call.in_slot:
                 already_resident = await self.make_resident(weights, name, claim)
             else:
@@ -153,11 +177,17 @@ class Loads:
         Nothing of `beside` is dropped for it.
         """
         self._state.waits.for_load()
-        async with self._reads.of_ref(ref) as weights:
-            await self._check(weights)
-            self._state.tiers.host.put(weights, self._state.held_digests().union(beside))
-            self.save(weights)
+        with self._counted():
+            async with self._reads.of_ref(ref) as weights:
+                await self._check(weights)
+                self._put(weights, self._state.held_digests().union(beside))
+                self.save(weights)
         return weights
+
+    def _put(self, weights: HostAdapter, held: Collection[Digest]) -> None:
+        """Into memory, where others than those of `held` may give way. Raises CapacityExceeded."""
+        for _ in self._state.tiers.host.put(weights, held):
+            self._state.environment.observer.evicted("host", "capacity")
 
     def leave_memory(self, digest: Digest) -> None:
         """What is on disk need not be in memory, unless somebody holds it there."""
@@ -188,6 +218,8 @@ class Loads:
         state, digest, resident = self._state, weights.adapter.digest, True
         if state.model is None:
             raise ModelUnknown
+        is_there = state.layout.find(digest) is not None
+        state.environment.observer.looked_up("device", hits=int(is_there), misses=int(not is_there))
         # A forced unload may free the slot between the end of the fill and the waking of the load: then once more.
         while digest in self._fills or state.layout.find(digest) is None:
             resident = False
@@ -195,22 +227,30 @@ class Loads:
             fills = int(digest not in self._fills)
             state.residency.slots.check(Demand(str(name), claim.party, state.residency.pins, fills))
             if fills:
-                self.begin(weights, name)
+                self.begin(weights, name, "load")
             await self.filled(digest)
         return resident
 
-    def begin(self, weights: HostAdapter, name: AdapterName, idle_since: int | None = None) -> None:
-        """Takes a slot, for which there is room, and begins to fill it; see Slots.take."""
+    def begin(self, weights: HostAdapter, name: AdapterName, purpose: str, idle_since: int | None = None) -> None:
+        """Takes a slot, for which there is room, and begins to fill it; see Slots.take, and Observer.evicted."""
         digest = weights.adapter.digest
-        slot = self._state.residency.begin_fill(digest, name, idle_since)
+        slot, victim = self._state.residency.begin_fill(digest, name, idle_since)
+        if victim is not None:
+            self._evicted.leave(victim, self._state.now())
+            self._state.environment.observer.evicted("device", purpose)
         self._state.publish()
-        self._fills[digest] = asyncio.create_task(self._fill(slot, weights))
+        self._fills[digest] = _Fill(asyncio.create_task(self._fill(slot, weights)), name)
 
     async def filled(self, digest: Digest) -> None:
         """Waits for the fill of a digest, if there is one. Raises what it raised."""
         self._state.waits.for_load()
         if digest in self._fills:
-            await asyncio.shield(self._fills[digest])
+            await asyncio.shield(self._fills[digest].task)
+
+    @property
+    def filling(self) -> tuple[AdapterName, ...]:
+        """The names for which slots are being written."""
+        return tuple(fill.name for fill in self._fills.values())
 
     async def _fill(self, slot: SlotId, weights: HostAdapter) -> None:
         """Writes a slot that is published as filling, once nobody reads it."""
@@ -225,6 +265,8 @@ class Loads:
             await state.run(state.environment.load_pool, state.device.fill, slot, weights)
             state.residency.finish_fill(slot)
             observer.load_stage("fill", state.now() - start)
+            if self._evicted.come(weights.adapter.digest, state.now()):
+                observer.thrashed()
         except BaseException:
             state.residency.abandon_fill(slot)
             raise

@@ -24,7 +24,7 @@ from slotcar_sidecar.core.errors import (
 )
 from slotcar_sidecar.core.events import EventKind
 from slotcar_sidecar.core.folded import Folded
-from slotcar_sidecar.core.ids import AdapterRef, Digest, SessionId
+from slotcar_sidecar.core.ids import AdapterName, AdapterRef, Digest, SessionId
 from slotcar_sidecar.core.mapping import Mapping
 from slotcar_sidecar.core.pins import MappingOwner
 from slotcar_sidecar.core.ports import HostAdapter
@@ -38,12 +38,14 @@ Wanted = Folded[AdapterRef | None]
 class _Asked:
     """A SetMapping under way: its turn, if it waits, and what keeps what it wants known meanwhile.
 
-    `withdrawn`: it is to have no effect any more. `woken`: it is to look again.
+    `withdrawn`: it is to have no effect any more. `woken`: it is to look again. `queued_at`: when it began to wait.
     """
 
     call: MappingCall
     deadline: float
     withdrawn: bool = False
+    has_looked: bool = False
+    queued_at: float = 0.0
     woken: asyncio.Event = field(default_factory=asyncio.Event)
     kept: tuple[tuple[Digest, Claim], ...] = ()
 
@@ -60,6 +62,15 @@ class Mappings:
     @property
     def waiting(self) -> int:
         return len(self._state.residency.slots.queue)
+
+    def missing(self) -> frozenset[AdapterName]:
+        """The names that calls in the queue want and that are in no slot."""
+        residency = self._state.residency
+        refs = {ref for asked in self._queue for ref in asked.call.refs.table if ref is not None}
+        digests = {ref: ref.digest or residency.names.get(ref.name) for ref in refs}
+        return frozenset(
+            ref.name for ref, digest in digests.items() if digest is None or residency.readable_slot(digest) is None
+        )
 
     async def set(self, call: MappingCall) -> Mapping:
         """Resolves and pins in one step, all or nothing; with `load`, what is in no slot is made resident first."""
@@ -120,6 +131,7 @@ class Mappings:
             for digest, claim in asked.kept:
                 residency.claim(digest, claim)
             residency.slots.queue.append(asked)
+            asked.queued_at = state.now()
             if residency.pins.by(call.owner):
                 residency.release(call.owner)
                 state.publish()
@@ -145,6 +157,7 @@ class Mappings:
         queue = self._state.residency.slots.queue
         if asked in queue:
             queue.remove(asked)
+            self._state.environment.observer.mapping_waited(self._state.now() - asked.queued_at)
             for digest, claim in asked.kept:
                 self._state.residency.unclaim(digest, claim)
             self._state.publish()
@@ -184,6 +197,7 @@ class Mappings:
             return recorded
         wanted = residency.resolve(call.refs, call.session)
         absent = residency.absent(wanted)
+        self._count_lookups(asked, wanted, len(absent))
         if absent and not call.load:
             digests = {ref.digest for ref in absent}
             pairs = zip(call.refs.table, wanted.table, strict=True)
@@ -192,6 +206,13 @@ class Mappings:
             raise ModelUnknown
         residency.slots.check(residency.demand(call.owner, wanted, asked))
         return None if absent else self._install(session, asked, wanted)
+
+    def _count_lookups(self, asked: _Asked, wanted: Wanted, misses: int) -> None:
+        """Each adapter of a call once, however often the call looks."""
+        if not asked.has_looked:
+            asked.has_looked = True
+            adapters = len({ref.digest for ref in wanted.table if ref is not None})
+            self._state.environment.observer.looked_up("device", adapters - misses, misses)
 
     def _recorded(self, session: Session, call: MappingCall) -> Mapping | None:
         """What another rank of the session was answered, while it is current."""
@@ -206,6 +227,9 @@ class Mappings:
     def _install(self, session: Session, asked: _Asked, wanted: Wanted) -> Mapping:
         call, residency, layout = asked.call, self._state.residency, self._state.layout
         entries = residency.entries(wanted)
+        before = session.mappings.get(call.mapping_id)
+        if before is not None and not layout.is_current(before.slots, before.generation) and before.refs == call.refs:
+            self._state.environment.observer.recovered()
         self._withdraw(call.owner, unless=asked)
         if layout.generation <= session.last_generation:
             # A generation names one mapping of the session, so that a Forward that was sent for the mapping before
@@ -257,7 +281,7 @@ class Mappings:
                 slots = {residency.readable_slot(digest) for digest in refs}
                 residency.pin(call.owner, residency.pins.by(call.owner) & slots)
             for ref in missing:
-                self._loads.begin(weights[_digest(ref)], ref.name)
+                self._loads.begin(weights[_digest(ref)], ref.name, "mapping")
             ends = await asyncio.gather(*map(self._loads.filled, refs), return_exceptions=True)
             for failure in filter(None, ends):
                 raise failure

@@ -32,7 +32,7 @@ from slotcar_sidecar.core.calls import (
 from slotcar_sidecar.core.errors import CapacityExceeded, ShuttingDown
 from slotcar_sidecar.core.events import EventKind, EventLog, Subject
 from slotcar_sidecar.core.holds import Hold, HoldTerms
-from slotcar_sidecar.core.ids import AdapterRef, SessionId
+from slotcar_sidecar.core.ids import AdapterName, AdapterRef, SessionId
 from slotcar_sidecar.core.journal import JournalEntry
 from slotcar_sidecar.core.layout import Layout, SlotState
 from slotcar_sidecar.core.mapping import Mapping
@@ -110,14 +110,18 @@ class AdapterCache:
             reserved=residency.slots.reserved_slots,
             keeps=len(residency.names.kept),
             slot_bytes=self.device.slot_bytes(),
-            host=TierUse(host.used_bytes, host.capacity_bytes, host.bytes_of(held)),
-            disk=TierUse(disk.used_bytes, disk.capacity_bytes, disk.retained_bytes),
+            host=TierUse(host.used_bytes, host.capacity_bytes, host.bytes_of(held), host.adapters),
+            disk=TierUse(disk.used_bytes, disk.capacity_bytes, disk.retained_bytes, disk.adapters),
             adapters=(len(residency.names), residency.names.capacity),
             sessions=(len(self.sessions), self.sessions.capacity),
             waiting=self._mappings.waiting,
             restoring=self._restore.waiting,
             restore_failures={failure.entry.ref: failure.why for failure in self._restore.failed.values()},
         )
+
+    def awaited(self) -> frozenset[AdapterName]:
+        """The names for which slots are being written, or that mappings which wait for slots want and have not."""
+        return frozenset(self._loads.filling) | self._mappings.missing()
 
     # What outlives the process
 

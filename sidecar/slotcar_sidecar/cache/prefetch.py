@@ -98,7 +98,7 @@ class Prefetches:
             raise ModelUnknown
         if state.layout.find(digest) is None:
             residency.slots.check(Demand(str(ref.name), None, residency.pins, 1))
-            self._loads.begin(weights, ref.name, wish.came)
+            self._loads.begin(weights, ref.name, "prefetch", wish.came)
         await self._loads.filled(digest)
 
     async def _to_disk(self, ref: AdapterRef) -> None:

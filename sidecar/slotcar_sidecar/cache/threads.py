@@ -16,12 +16,14 @@ from slotcar_sidecar.cache.state import State
 from slotcar_sidecar.core.calls import ForwardCall, check_forward
 from slotcar_sidecar.core.errors import LayoutStale, ModelUnknown
 from slotcar_sidecar.core.events import EventKind
+from slotcar_sidecar.core.forward import work_of
 from slotcar_sidecar.core.ids import SessionId
 from slotcar_sidecar.core.layout import Layout
 from slotcar_sidecar.core.mapping import Mapping
 from slotcar_sidecar.core.marks import Mark
 from slotcar_sidecar.core.ports import Batch
 from slotcar_sidecar.core.session import Session
+from slotcar_sidecar.core.tally import Work
 
 # How the thread gives work to the owner: it runs soon, in the owner's thread.
 Tell = Callable[[Callable[[], None]], object]
@@ -35,7 +37,7 @@ class PreparedForward:
     session: Session
     mapping: Mapping
     batch: Batch
-    rows: int
+    work: Work
     told_at: float = float("-inf")
 
     @property
@@ -80,7 +82,7 @@ class ThreadForwards:
             mapping.check_current(state.layout)
         finally:
             self._mark.end()
-        return PreparedForward(session, mapping, batch, sum(call.row_counts))
+        return PreparedForward(session, mapping, batch, work_of(call.items, sum(call.row_counts), state.model))
 
     def execute(self, prepared: PreparedForward) -> Layout:
         """Computes, and returns the layout at which the result is right. Raises LayoutStale; then use no result."""

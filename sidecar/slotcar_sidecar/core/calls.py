@@ -16,6 +16,7 @@ from slotcar_sidecar.core.layout import Layout, SlotState
 from slotcar_sidecar.core.model import ModelSpec
 from slotcar_sidecar.core.pins import MappingOwner
 from slotcar_sidecar.core.ports import Limits, Upload
+from slotcar_sidecar.core.tally import NO_WORK, Work
 from slotcar_sidecar.core.tensor import Matrix
 
 MAX_WAIT_SECONDS = 3600.0
@@ -88,11 +89,12 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class TierUse:
-    """Bytes in a tier, the most that there may be, and those that may not be dropped."""
+    """Bytes in a tier, the most that there may be, those that may not be dropped, and of how many adapters they are."""
 
     used_bytes: int
     capacity_bytes: int
     held_bytes: int
+    adapters: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +163,7 @@ class Computed:
     layout: Layout
     queue_seconds: float
     compute_seconds: float
+    work: Work = NO_WORK
 
 
 def check_forward(call: ForwardCall, model: ModelSpec, limits: Limits) -> None:

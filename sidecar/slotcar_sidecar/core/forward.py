@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from slotcar_sidecar.core.errors import RequestInvalid, ShapeMismatch, SiteUnknown
 from slotcar_sidecar.core.model import ModelSpec, Site
+from slotcar_sidecar.core.tally import Work
 from slotcar_sidecar.core.tensor import INDEX_DTYPE, ITEM_BYTES, Matrix
 
 
@@ -59,6 +60,12 @@ def check_items(items: Sequence[ForwardItem], rows: int, model: ModelSpec) -> No
 def output_bytes(items: Sequence[ForwardItem], rows: int, model: ModelSpec) -> int:
     """Size of all outputs of checked items."""
     return sum(rows * model.rank_features(item.site)[1] * ITEM_BYTES[item.dtype] for item in items)
+
+
+def work_of(items: Sequence[ForwardItem], rows: int, model: ModelSpec) -> Work:
+    """What checked items compute; a tensor that several of them share comes once."""
+    given = {id(tensor): tensor for item in items for tensor in (item.x, item.base, item.aux) if tensor is not None}
+    return Work(rows, sum(tensor.size_bytes for tensor in given.values()), output_bytes(items, rows, model))
 
 
 def _check_input(field: str, item: ForwardItem, site: Site, shape: tuple[int, int]) -> None:

@@ -15,7 +15,7 @@ from slotcar_sidecar.core.ids import Digest, SlotId
 from slotcar_sidecar.core.journal import JournalEntry
 from slotcar_sidecar.core.layout import Layout
 from slotcar_sidecar.core.model import ModelSpec
-from slotcar_sidecar.core.tally import ForwardTally
+from slotcar_sidecar.core.tally import ForwardTally, Work
 from slotcar_sidecar.core.tensor import Matrix
 
 
@@ -53,6 +53,10 @@ class HostTier(Protocol):
     @property
     def used_bytes(self) -> int: ...
 
+    @property
+    def adapters(self) -> int:
+        """How many are here."""
+
     def get(self, digest: Digest) -> HostAdapter | None:
         """The adapter, which becomes the most recently used, or None."""
 
@@ -85,6 +89,10 @@ class DiskTier(Protocol):
 
     @property
     def retained_bytes(self) -> int: ...
+
+    @property
+    def adapters(self) -> int:
+        """How many are here."""
 
     def __contains__(self, digest: object) -> bool: ...
 
@@ -179,8 +187,23 @@ class Observer(Protocol):
     def load_stage(self, stage: str, seconds: float) -> None:
         """A load spent `seconds` in "read", "wait" (for readers of the slot) or "fill"."""
 
-    def host_lookup(self, *, hit: bool) -> None:
-        """A load found its bytes in the host tier, or did not."""
+    def loaded(self, reason: str) -> None:
+        """A load ended, for whomever; `reason` is "OK" or a row of the error table."""
+
+    def looked_up(self, tier: str, hits: int, misses: int) -> None:
+        """Adapters were looked for in "device", "host" or "disk"."""
+
+    def evicted(self, tier: str, reason: str) -> None:
+        """An adapter left "device" for a "load", "mapping" or "prefetch", or "host" for "capacity"."""
+
+    def thrashed(self) -> None:
+        """An adapter is in a slot again that was evicted from one a short time ago."""
+
+    def recovered(self) -> None:
+        """A session set a stale mapping again, by the digests that it had."""
+
+    def mapping_waited(self, seconds: float) -> None:
+        """A SetMapping waits for slots no more."""
 
     def disk(self, operation: str, result: str) -> None:
         """The disk tier ended a "read" or "write", or something is gone from it ("remove")."""
@@ -188,8 +211,8 @@ class Observer(Protocol):
     def journal(self, result: str) -> None:
         """The journal was "written", or that "failed"."""
 
-    def forward(self, plane: str, rows: int, seconds: float, reason: str) -> None:
-        """A Forward ended; `reason` is "OK" or a row of the error table."""
+    def forward(self, plane: str, seconds: float, reason: str, work: Work, queue_seconds: float) -> None:
+        """A Forward ended; `reason` is "OK" or a row of the error table, `work` what it computed."""
 
     def forward_waited(self) -> None:
         """A Forward waited for a loader, which none should."""

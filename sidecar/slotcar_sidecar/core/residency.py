@@ -233,13 +233,15 @@ class Residency:
         if kept:
             self.slots.check_keep(self.readable_slot(adapter.digest), len(self.names.kept | {name}))
 
-    def begin_fill(self, digest: Digest, taker: AdapterName, idle_since: int | None = None) -> SlotId:
-        """Takes a slot for a digest that has none: a free one, or the policy's victim; see Slots.take."""
+    def begin_fill(
+        self, digest: Digest, taker: AdapterName, idle_since: int | None = None
+    ) -> tuple[SlotId, Digest | None]:
+        """Takes a slot for a digest that has none: a free one, or that of the policy's victim; see Slots.take."""
         slot, victim = self.slots.take(digest, idle_since)
         if victim is not None:
             name = min(self.names.named(victim), default=None)
             self._record(EventKind.EVICTED, name=name, digest=victim, slot=slot, reason=f"slot taken by {taker}")
-        return slot
+        return slot, victim
 
     def finish_fill(self, slot: SlotId) -> None:
         """The slot's bytes are written: it becomes visible, or goes if nobody wants it any more."""

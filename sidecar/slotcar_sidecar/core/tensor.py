@@ -21,6 +21,11 @@ class Matrix:
     row_stride: int
     data: bytes | memoryview
 
+    @property
+    def size_bytes(self) -> int:
+        """Size of the elements, without what lies between rows."""
+        return self.rows * self.columns * _ITEM_BYTES[self.dtype]
+
     @classmethod
     def checked(cls, field: str, dtype: str, rows: int, columns: int, row_stride: int, data: bytes) -> Matrix:
         """The matrix, or ShapeMismatch for `field` when the bytes are not exactly what the shape needs."""

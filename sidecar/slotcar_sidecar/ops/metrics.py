@@ -1,128 +1,100 @@
-"""All Prometheus metrics of slotcar: their names, help and units, and where their values come from."""
+"""Counts what happens, as core.ports.Observer and its like in sync and store, and shows it with what is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate, product
 
 import prometheus_client
-from prometheus_client.core import (
-    CollectorRegistry,
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client.core import CollectorRegistry, CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from slotcar_sidecar.core.calls import Capacity
 from slotcar_sidecar.core.desired import EntryState
 from slotcar_sidecar.core.errors import Reason
 from slotcar_sidecar.core.events import Event, EventKind
-from slotcar_sidecar.core.layout import Layout, SlotState
-from slotcar_sidecar.core.tally import BOUNDS_SECONDS, ForwardTally
+from slotcar_sidecar.core.tally import BOUNDS_SECONDS, ForwardTally, Work
+from slotcar_sidecar.ops.catalogue import BY_NAME
+from slotcar_sidecar.ops.gauges import Gauges, Naming, Snapshot
 
+_PLANES = ("unary", "stream", "ring", "direct")
 _DISK_RESULTS = {
     "read": ("hit", "miss", "damaged", "failed"),
     "write": ("written", "present", "skipped", "full", "failed"),
     "remove": ("forgotten", "evicted", "damaged", "elsewhere"),
 }
-_LOAD_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
-_SETTLE_BUCKETS = (0.01, 0.1, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """What the gauges show; `capacity` at the same moment as `layout`."""
-
-    layout: Layout
-    capacity: Capacity
-    pins: int
-    holds: int
+_EVICTIONS = {"device": ("load", "mapping", "prefetch"), "host": ("capacity",), "disk": ("capacity",)}
+# What alerts watch, and the calls that are refused when slots are short.
+_SLOT_CALLS = ("LoadAdapter", "SetMapping", "HoldAdapter", "KeepAdapter", "OpenSession")
+_NO_FORWARDS = {"OK": 0, Reason.LAYOUT_STALE.value: 0, Reason.INTERNAL.value: 0}
 
 
 class Metrics:
-    """Counts what happens (core.ports.Observer) and shows what is (a Snapshot per scrape)."""
+    """Called on the owner's thread; never raises."""
 
     def __init__(self) -> None:
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
-        registry = self.registry
-        self._build = prometheus_client.Info("slotcar_build", "Version and set-up of this server.", registry=registry)
-        self._rpcs = prometheus_client.Counter(
-            "slotcar_rpcs", "Calls that ended, by method and by OK or error reason.", ["method", "reason"],
-            registry=registry,
-        )  # fmt: skip
-        self._events = prometheus_client.Counter(
-            "slotcar_events", "Things that happened to adapters, slots and sessions.", ["kind"], registry=registry
-        )
+        self._build = prometheus_client.Info("slotcar_build", BY_NAME["slotcar_build"].text, registry=self.registry)
+        self._rpcs = self._counter("slotcar_rpcs")
+        self._events = self._counter("slotcar_events")
         self._forwards = _Forwards()
-        registry.register(self._forwards)
-        self._load_seconds = prometheus_client.Histogram(
-            "slotcar_load_stage_seconds", "Time of a load by stage: read, wait for readers of the slot, fill.",
-            ["stage"], buckets=_LOAD_BUCKETS, registry=registry,
-        )  # fmt: skip
-        self._host_lookups = prometheus_client.Counter(
-            "slotcar_host_lookups", "Loads that looked for their bytes in the host tier.", ["result"],
-            registry=registry,
-        )  # fmt: skip
-        self._waits = prometheus_client.Counter(
-            "slotcar_forward_load_waits", "Forwards that waited for a load: none, unless slotcar has a fault.",
-            registry=registry,
-        )  # fmt: skip
-        self._disk = prometheus_client.Counter(
-            "slotcar_disk_operations", "What the disk tier was asked for, and what went from it, by how that ended.",
-            ["operation", "result"], registry=registry,
-        )  # fmt: skip
-        self._fetched = prometheus_client.Counter(
-            "slotcar_fetched_bytes", "Bytes that came from remote sources.", ["scheme"], registry=registry
-        )
-        self._fetch_retries = prometheus_client.Counter(
-            "slotcar_fetch_retries", "Requests to remote sources that were tried again, by what went wrong.",
-            ["scheme", "reason"], registry=registry,
-        )  # fmt: skip
-        self._fetch_failures = prometheus_client.Counter(
-            "slotcar_fetch_failures", "Looks and reads of remote sources that failed, by why.",
-            ["scheme", "reason"], registry=registry,
-        )  # fmt: skip
-        self._journal = prometheus_client.Counter(
-            "slotcar_journal_writes", "Writes of the journal.", ["result"], registry=registry
-        )
-        self._desired_entries = prometheus_client.Gauge(
-            "slotcar_desired_entries", "Entries of the declared set, by state.", ["state"], registry=registry
-        )
-        self._desired_in_force = prometheus_client.Gauge(
-            "slotcar_desired_in_force", "1 when what is in the file of --adapters now is in force.", registry=registry
-        )
-        self._desired_failures = prometheus_client.Counter(
-            "slotcar_desired_failures", "New failures of entries of the declared set, and of its file, by reason.",
-            ["reason"], registry=registry,
-        )  # fmt: skip
-        self._desired_seconds = prometheus_client.Histogram(
-            "slotcar_desired_settle_seconds", "Time from a new declared set until each entry of it was tried.",
-            buckets=_SETTLE_BUCKETS, registry=registry,
-        )  # fmt: skip
+        self.registry.register(self._forwards)
+        self._waits = self._counter("slotcar_forward_load_waits")
+        self._loads = self._counter("slotcar_loads")
+        self._load_seconds = self._histogram("slotcar_load_stage_seconds")
+        self._lookups = self._counter("slotcar_tier_lookups")
+        self._evictions = self._counter("slotcar_evictions")
+        self._thrash = self._counter("slotcar_thrash")
+        self._recoveries = self._counter("slotcar_recoveries")
+        self._mapping_seconds = self._histogram("slotcar_mapping_wait_seconds")
+        self._disk = self._counter("slotcar_disk_operations")
+        self._fetched = self._counter("slotcar_fetched_bytes")
+        self._fetch_retries = self._counter("slotcar_fetch_retries")
+        self._fetch_failures = self._counter("slotcar_fetch_failures")
+        self._journal = self._counter("slotcar_journal_writes")
+        self._desired_entries = self._gauge("slotcar_desired_entries")
+        self._desired_in_force = self._gauge("slotcar_desired_in_force")
+        self._desired_failures = self._counter("slotcar_desired_failures")
+        self._desired_seconds = self._histogram("slotcar_desired_settle_seconds")
         self._show_zeros()
+
+    def _counter(self, name: str) -> prometheus_client.Counter:
+        one = BY_NAME[name]
+        return prometheus_client.Counter(name, one.text, one.labels, unit=one.unit, registry=self.registry)
+
+    def _gauge(self, name: str) -> prometheus_client.Gauge:
+        one = BY_NAME[name]
+        return prometheus_client.Gauge(name, one.text, one.labels, unit=one.unit, registry=self.registry)
+
+    def _histogram(self, name: str) -> prometheus_client.Histogram:
+        one, registry = BY_NAME[name], self.registry
+        return prometheus_client.Histogram(
+            name, one.text, one.labels, unit=one.unit, buckets=one.buckets, registry=registry
+        )
 
     def _show_zeros(self) -> None:
         """What has not happened yet has a sample, so that its rate is right from the first time on."""
         self.desired_entries({})
-        for reason in Reason:
-            self._desired_failures.labels(reason.value)
-        for operation, results in _DISK_RESULTS.items():
-            for result in results:
-                self._disk.labels(operation, result)
-        for result in ("written", "failed"):
-            self._journal.labels(result)
-        for kind in EventKind:
-            self._events.labels(kind.value)
-        for result in ("hit", "miss"):
-            self._host_lookups.labels(result)
+        self.desired_file(in_force=True)
+        for plane in _PLANES:
+            self._forwards.of(plane)
+        zeros: dict[prometheus_client.Counter, Iterable[tuple[str, ...]]] = {
+            self._loads: ((reason,) for reason in ("OK", *Reason)),
+            self._desired_failures: ((reason,) for reason in Reason),
+            self._rpcs: product(_SLOT_CALLS, (Reason.SLOTS_EXHAUSTED, Reason.INTERNAL)),
+            self._events: ((kind,) for kind in EventKind),
+            self._journal: (("written",), ("failed",)),
+            self._disk: _pairs(_DISK_RESULTS),
+            self._evictions: _pairs(_EVICTIONS),
+            self._lookups: product(_EVICTIONS, ("hit", "miss")),
+        }
+        for family, all_labels in zeros.items():
+            for labels in all_labels:
+                family.labels(*map(str, labels))
 
-    def watch(self, snapshot: Callable[[], Snapshot]) -> None:
+    def watch(self, snapshot: Callable[[], Snapshot], naming: Naming) -> None:
         """Shows what `snapshot` returns, from now on."""
-        self.registry.register(_Gauges(snapshot))
+        self.registry.register(Gauges(snapshot, naming))
 
     def build(self, **facts: str) -> None:
         self._build.info(facts)
@@ -133,14 +105,28 @@ class Metrics:
     def event(self, event: Event) -> None:
         self._events.labels(event.kind.value).inc()
 
+    # Loads
+
+    def loaded(self, reason: str) -> None:
+        self._loads.labels(reason).inc()
+
     def load_stage(self, stage: str, seconds: float) -> None:
         self._load_seconds.labels(stage).observe(seconds)
 
-    def host_lookup(self, *, hit: bool) -> None:
-        self._host_lookups.labels("hit" if hit else "miss").inc()
+    def looked_up(self, tier: str, hits: int, misses: int) -> None:
+        self._lookups.labels(tier, "hit").inc(hits)
+        self._lookups.labels(tier, "miss").inc(misses)
+
+    def evicted(self, tier: str, reason: str) -> None:
+        self._evictions.labels(tier, reason).inc()
+
+    def thrashed(self) -> None:
+        self._thrash.inc()
 
     def disk(self, operation: str, result: str) -> None:
         self._disk.labels(operation, result).inc()
+        if (operation, result) == ("remove", "evicted"):
+            self.evicted("disk", "capacity")
 
     def fetched(self, scheme: str, count: int) -> None:
         self._fetched.labels(scheme).inc(count)
@@ -154,11 +140,27 @@ class Metrics:
     def journal(self, result: str) -> None:
         self._journal.labels(result).inc()
 
-    def forward(self, plane: str, rows: int, seconds: float, reason: str) -> None:
-        self._forwards.of(plane).add(rows, seconds, reason)
+    # Sessions and Forwards
+
+    def recovered(self) -> None:
+        self._recoveries.inc()
+
+    def mapping_waited(self, seconds: float) -> None:
+        self._mapping_seconds.observe(seconds)
+
+    def forward(self, plane: str, seconds: float, reason: str, work: Work, queue_seconds: float) -> None:
+        self._forwards.of(plane).add(seconds, reason, work, queue_seconds)
 
     def forward_waited(self) -> None:
         self._waits.inc()
+
+    def begin_tally(self, plane: str) -> ForwardTally:
+        return self._forwards.begin(plane)
+
+    def end_tally(self, plane: str, tally: ForwardTally) -> None:
+        self._forwards.end(plane, tally)
+
+    # The declared set
 
     def desired_entries(self, counts: Mapping[EntryState, int]) -> None:
         for state in EntryState:
@@ -173,11 +175,9 @@ class Metrics:
     def desired_file(self, *, in_force: bool) -> None:
         self._desired_in_force.set(in_force)
 
-    def begin_tally(self, plane: str) -> ForwardTally:
-        return self._forwards.begin(plane)
 
-    def end_tally(self, plane: str, tally: ForwardTally) -> None:
-        self._forwards.end(plane, tally)
+def _pairs(table: Mapping[str, Iterable[str]]) -> Iterator[tuple[str, str]]:
+    return ((key, value) for key, values in table.items() for value in values)
 
 
 class _Forwards(Collector):
@@ -202,60 +202,31 @@ class _Forwards(Collector):
             self.of(plane).include(tally)
 
     def collect(self) -> Iterator[Metric]:
-        ended = CounterMetricFamily(
-            "slotcar_forwards", "Forwards that ended, by data plane and by OK or error reason.",
-            labels=["plane", "reason"],
-        )  # fmt: skip
-        rows = CounterMetricFamily("slotcar_forward_rows", "Rows of Forwards that were computed.", labels=["plane"])
-        seconds = HistogramMetricFamily(
-            "slotcar_forward_seconds", "Time of a Forward in the server.", labels=["plane"]
-        )  # fmt: skip
-        for plane, own in tuple(self._own.items()):
-            total = ForwardTally()
-            for tally in (own, *(tally for tally, name in tuple(self._begun.items()) if name == plane)):
-                total.include(tally)
-            for reason, count in total.reasons.items():
+        totals = {plane: self._total(plane) for plane in tuple(self._own)}
+        ended, rows = _counts("slotcar_forwards"), _counts("slotcar_forward_rows")
+        moved, queued = _counts("slotcar_forward_bytes"), _counts("slotcar_forward_queue_seconds")
+        one = BY_NAME["slotcar_forward_seconds"]
+        seconds = HistogramMetricFamily(one.name, one.text, labels=one.labels, unit=one.unit)
+        bounds = (*map(str, BOUNDS_SECONDS), "+Inf")
+        for plane, total in totals.items():
+            for reason, count in (_NO_FORWARDS | total.reasons).items():
                 ended.add_metric([plane, reason], count)
             rows.add_metric([plane], total.rows)
-            bounds = (*map(str, BOUNDS_SECONDS), "+Inf")
             seconds.add_metric([plane], list(zip(bounds, accumulate(total.buckets), strict=True)), total.seconds)
-        yield from (ended, rows, seconds)
+            queued.add_metric([plane], total.queue_seconds)
+            moved.add_metric([plane, "in"], total.in_bytes)
+            moved.add_metric([plane, "out"], total.out_bytes)
+        yield from (ended, rows, moved, seconds, queued)
+
+    def _total(self, plane: str) -> ForwardTally:
+        total = ForwardTally()
+        total.include(self._own[plane])
+        for tally, name in tuple(self._begun.items()):
+            if name == plane:
+                total.include(tally)
+        return total
 
 
-class _Gauges(Collector):
-    """Reads one snapshot per scrape, so that its values are of one moment."""
-
-    def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
-        self._snapshot = snapshot
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        now = self._snapshot()
-        slots = GaugeMetricFamily("slotcar_slots", "Slots by state.", labels=["state"])
-        for state in SlotState:
-            slots.add_metric([state.value], len(now.layout.in_state(state)))
-        yield slots
-        tiers = {"host": now.capacity.host, "disk": now.capacity.disk}
-        for name, text, values in (
-            ("used", "Bytes of adapters in a tier.", {tier: use.used_bytes for tier, use in tiers.items()}),
-            ("capacity", "Bytes that a tier may hold.", {tier: use.capacity_bytes for tier, use in tiers.items()}),
-            ("held", "Bytes that a tier may not drop.", {tier: use.held_bytes for tier, use in tiers.items()}),
-        ):
-            family = GaugeMetricFamily(f"slotcar_tier_{name}_bytes", text, labels=["tier"])
-            for tier, value in values.items():
-                family.add_metric([tier], value)
-            yield family
-        names = GaugeMetricFamily("slotcar_journal_names", "Names of the journal that are not back.", labels=["state"])
-        names.add_metric(["waiting"], now.capacity.restoring)
-        names.add_metric(["failed"], len(now.capacity.restore_failures))
-        yield names
-        for name, text, value in (
-            ("slotcar_layout_generation", "Generation of the current layout.", now.layout.generation),
-            ("slotcar_adapters", "Names that have an adapter.", now.capacity.adapters[0]),
-            ("slotcar_adapters_kept", "Names that an operator keeps resident.", now.capacity.keeps),
-            ("slotcar_pins", "Pairs of a mapping or hold and a slot that it pins.", now.pins),
-            ("slotcar_holds", "Holds of all sessions.", now.holds),
-            ("slotcar_slots_reserved", "Slots that sessions reserved.", now.capacity.reserved),
-            ("slotcar_mappings_waiting", "SetMapping calls that wait for slots.", now.capacity.waiting),
-            ("slotcar_sessions", "Live sessions, attached or in their grace.", now.capacity.sessions[0]),
-        ):
-            yield GaugeMetricFamily(name, text, value=value)
+def _counts(name: str) -> CounterMetricFamily:
+    one = BY_NAME[name]
+    return CounterMetricFamily(name, one.text, labels=one.labels, unit=one.unit)

@@ -202,12 +202,12 @@ class RingThread:
         queued, computed = int((start - received) * 1e9), int((end - start) * 1e9)
         channel.answer_forward(cell, sequence, layout.generation, fingerprint, queued, computed)
         self._ring(channel)
-        self._tally.add(prepared.rows, end - received, "OK")
+        self._tally.add(end - received, "OK", prepared.work, start - received)
 
     def _refuse_forward(self, channel: Channel, cell: int, sequence: int, error: Exception, received: float) -> None:
         """Not where the error passed by: a frame that its traceback leads to may not keep it, or both would stay."""
         known = self._known(channel, error)
-        self._tally.add(0, self._clock() - received, known.reason.value)
+        self._tally.add(self._clock() - received, known.reason.value)
         self._refuse(channel, cell, sequence, known)
 
     def _known(self, channel: Channel, error: Exception) -> SlotcarError:

@@ -27,6 +27,10 @@ class HostTierLru:
     def used_bytes(self) -> int:
         return self._used_bytes
 
+    @property
+    def adapters(self) -> int:
+        return len(self._adapters)
+
     def bytes_of(self, digests: Collection[Digest]) -> int:
         """Size of those of `digests` that are here, each counted once."""
         return sum(self._adapters[digest].adapter.bytes for digest in set(digests) if digest in self._adapters)

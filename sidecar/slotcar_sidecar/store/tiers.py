@@ -56,13 +56,15 @@ class StoreTiers:
 
     def from_host(self, digest: Digest) -> HostAdapter | None:
         weights = self.host.get(digest)
-        self._environment.observer.host_lookup(hit=weights is not None)
+        self._looked_up("host", weights)
         if weights is not None:
             self.disk.touch(digest)
         return weights
 
     async def from_disk(self, digest: Digest, uri: str) -> HostAdapter | None:
         weights = await self._joined(("disk", digest), self._read_disk, digest)
+        if self.disk.capacity_bytes:
+            self._looked_up("disk", weights)
         # The entry may be another sidecar's, with a source that this one cannot read.
         return None if weights is None else _from(weights, uri)
 
@@ -98,6 +100,9 @@ class StoreTiers:
         return {digest: dataclasses.replace(found[digest], source=sources[digest]) for digest in found}
 
     # Steps
+
+    def _looked_up(self, tier: str, found: HostAdapter | None) -> None:
+        self._environment.observer.looked_up(tier, hits=int(found is not None), misses=int(found is None))
 
     async def _joined(self, key: Hashable, read: Callable[..., Any], argument: object) -> Any:
         """What `read` gives, once for all who ask while it reads."""

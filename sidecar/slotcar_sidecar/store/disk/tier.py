@@ -94,6 +94,10 @@ class DiskTierLru:
     def retained_bytes(self) -> int:
         return sum(self._sizes.get(digest, 0) for digest, only in self._needed.items() if only)
 
+    @property
+    def adapters(self) -> int:
+        return len(self._sizes)
+
     def __contains__(self, digest: object) -> bool:
         return digest in self._sizes
 
@@ -242,6 +246,7 @@ class NoDisk:
     capacity_bytes = 0
     used_bytes = 0
     retained_bytes = 0
+    adapters = 0
 
     def __init__(self) -> None:
         self.when_fault: list[Callable[[Digest | None, str], None]] = []

@@ -1,0 +1,60 @@
+"""Writes docs/metrics.md from the catalogue of metrics (`make docs`); --names prints tests/golden/metrics.txt."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from slotcar_sidecar.ops.catalogue import CATALOGUE, Described
+
+_REPOSITORY = Path(__file__).resolve().parents[2]
+PAGE = _REPOSITORY / "docs" / "metrics.md"
+NAMES = _REPOSITORY / "tests" / "golden" / "metrics.txt"
+DASHBOARD = _REPOSITORY / "deploy" / "grafana" / "dashboard.py"
+
+
+def table() -> str:
+    """One row per metric."""
+    rows = ["| metric | type | unit | labels | |", "|---|---|---|---|---|", *map(_row, CATALOGUE)]
+    return "\n".join(rows) + "\n"
+
+
+def _row(one: Described) -> str:
+    return f"| `{one.shown_name}` | {one.kind} | {one.unit} | {', '.join(one.labels)} | {one.text} |"
+
+
+def panels() -> str:
+    """The dashboard's rows, each with its panels."""
+    rows: dict[str, list[str]] = {}
+    for panel in runpy.run_path(str(DASHBOARD))["PANELS"]:
+        rows.setdefault(panel.row, []).append(panel.title)
+    return "".join(f"- {row}: {', '.join(titles)}\n" for row, titles in rows.items())
+
+
+def page_with_tables(text: str) -> str:
+    """The page with what is generated between its marks."""
+    for name, made in (("metrics", table()), ("panels", panels())):
+        start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
+        before, _, rest = text.partition(start)
+        _, _, after = rest.partition(end)
+        text = f"{before}{start}\n{made}\n{end}{after}"
+    return text
+
+
+def names() -> Iterator[str]:
+    """One line per metric: its name, type, unit and labels."""
+    for one in sorted(CATALOGUE, key=lambda one: one.name):
+        yield " ".join([one.name, one.kind, one.unit or "-", *sorted(one.labels)])
+
+
+def names_text() -> str:
+    return "".join(f"{line}\n" for line in names())
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--names"]:
+        sys.stdout.write(names_text())
+    else:
+        PAGE.write_text(page_with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
