@@ -44,7 +44,8 @@ def library(tmp_path: Path) -> Library:
 def sidecar(tmp_path: Path, library: Library) -> Iterator[SidecarProcess]:
     home = tmp_path / "server"
     home.mkdir()
-    extra = ("--model-spec", str(spec_file(home, SITES)), "--metrics", "127.0.0.1:0")
+    # However slow this machine is, no mapping counts as idle.
+    extra = ("--model-spec", str(spec_file(home, SITES)), "--metrics", "127.0.0.1:0", "--mapping-idle-seconds", "600")
     with SidecarProcess(home, library.root, slots=SLOTS, extra=extra) as sidecar:
         yield sidecar
 
