@@ -17,7 +17,7 @@ from tests.faults.test_sockets import free_port
 RULES = Path(__file__).resolve().parents[2] / "deploy" / "prometheus" / "slotcar.rules.yaml"
 _PATIENCE_SECONDS = 30.0
 _CONFIG = """
-global: {{scrape_interval: 200ms, scrape_timeout: 200ms, evaluation_interval: 200ms}}
+global: {{scrape_interval: 500ms, scrape_timeout: 500ms, evaluation_interval: 500ms}}
 rule_files: [{rules}]
 scrape_configs:
   - job_name: slotcar
