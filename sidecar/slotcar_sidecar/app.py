@@ -18,7 +18,6 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 
-from grpc_health.v1 import health_pb2
 from slotcar.shm.slots import EPOCH_BYTES
 
 from slotcar_sidecar import devices, memory, scrapes
@@ -43,7 +42,6 @@ from slotcar_sidecar.ops.metrics import Metrics
 from slotcar_sidecar.ring.handshake import Handshakes
 from slotcar_sidecar.ring.rings import RingLimits, Rings, SlotsDescriptor, Surroundings
 from slotcar_sidecar.ring.thread import RingThread
-from slotcar_sidecar.rpc.health import Health
 from slotcar_sidecar.rpc.server import Rpc, make_server
 from slotcar_sidecar.sockets import StartError, bind, claimed, handshake_path, listen_for_handshakes
 from slotcar_sidecar.store.base_model import BaseModel
@@ -109,7 +107,7 @@ async def run(config: Config) -> None:
         rpc = make_server(cache, config.max_message_bytes, config.heartbeat_seconds, metrics.rpc, planes, desired)
         served = [bind(rpc.server, address) for address in config.addresses]
         await rpc.server.start()
-        await _set_health(rpc.health, serving=True)
+        await rpc.health.tell(alive=True, ready=True)
         where = " and ".join(str(address) for address in served)
         facts = {"at": where, "epoch": cache.layout.epoch, "slots": config.slots, "planes": " ".join(planes)}
         _log.info("serving", extra={"fields": facts})
@@ -343,7 +341,7 @@ async def _shut_down(rpc: Rpc, cache: AdapterCache, rings: Rings, seconds: float
     Returns whether every connection could be closed.
     """
     _log.info("shutting down", extra={"fields": {"sessions": len(cache.sessions), "deadline_seconds": seconds}})
-    await _set_health(rpc.health, serving=False)
+    await rpc.health.tell(alive=True, ready=False)
     cache.shut_down()
     start = time.monotonic()
     deadline = start + seconds
@@ -373,11 +371,3 @@ async def _end_tasks() -> None:
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     if tasks:
         await asyncio.wait(tasks, timeout=_CLOSE_SECONDS)
-
-
-async def _set_health(servicer: Health, *, serving: bool) -> None:
-    """Liveness says that the process runs; readiness, and the server as a whole, that it takes new sessions."""
-    status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-    await servicer.set("liveness", health_pb2.HealthCheckResponse.SERVING)
-    for service in ("readiness", ""):
-        await servicer.set(service, status)

@@ -8,8 +8,6 @@ import logging
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING
 
-from grpc_health.v1 import health_pb2
-
 from slotcar_sidecar.config import Config
 from slotcar_sidecar.core.ports import Device
 from slotcar_sidecar.device.cpu import CpuDevice
@@ -68,8 +66,7 @@ async def watch(device: Device, health: Health) -> None:
     finally:
         gpu.when_lost.remove(tell)
     _log.error("the device is lost", extra={"fields": {"reason": gpu.lost}})
-    for service in ("liveness", "readiness", ""):
-        await health.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
+    await health.tell(alive=False, ready=False)
 
 
 def _gpu(device: Device) -> CudaDevice:

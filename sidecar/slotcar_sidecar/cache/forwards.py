@@ -14,7 +14,6 @@ from slotcar_sidecar.cache.state import State
 from slotcar_sidecar.core.calls import Computed, ForwardCall, check_forward
 from slotcar_sidecar.core.errors import LayoutStale, ModelUnknown, SlotcarError
 from slotcar_sidecar.core.events import EventKind
-from slotcar_sidecar.core.forward import work_of
 from slotcar_sidecar.core.ids import SessionId
 from slotcar_sidecar.core.ports import Batch
 from slotcar_sidecar.core.tally import NO_WORK
@@ -75,7 +74,7 @@ class Forwards:
         rows = mapping.rows(call.row_counts)
         if state.model is None:
             raise ModelUnknown
-        check_forward(call, state.model, state.limits)
+        work = check_forward(call, state.model, state.limits)
         with state.marks.reading(mapping.slots):
             mapping.check_current(state.layout)
             self._mappings.used(session, mapping)
@@ -85,7 +84,6 @@ class Forwards:
             mapping.check_current(state.layout)
         if session.mappings.get(call.mapping_id) is mapping:
             session.last_used[call.mapping_id] = state.now()
-        work = work_of(call.items, sum(call.row_counts), state.model)
         return Computed(outputs, mapping.digests, state.layout, began - start, state.now() - began, work)
 
     def _execute(self, batch: Batch) -> tuple[Sequence[Matrix], float]:

@@ -16,7 +16,6 @@ from slotcar_sidecar.cache.state import State
 from slotcar_sidecar.core.calls import ForwardCall, check_forward
 from slotcar_sidecar.core.errors import LayoutStale, ModelUnknown
 from slotcar_sidecar.core.events import EventKind
-from slotcar_sidecar.core.forward import work_of
 from slotcar_sidecar.core.ids import SessionId
 from slotcar_sidecar.core.layout import Layout
 from slotcar_sidecar.core.mapping import Mapping
@@ -73,7 +72,7 @@ class ThreadForwards:
         rows = mapping.rows(call.row_counts)
         if state.model is None:
             raise ModelUnknown
-        check_forward(call, state.model, state.limits)
+        work = check_forward(call, state.model, state.limits)
         # The ranks and scales that it captures belong to the bytes of now: they are read as the bytes are.
         self._mark.begin(session, mapping.slots)
         try:
@@ -82,7 +81,7 @@ class ThreadForwards:
             mapping.check_current(state.layout)
         finally:
             self._mark.end()
-        return PreparedForward(session, mapping, batch, work_of(call.items, sum(call.row_counts), state.model))
+        return PreparedForward(session, mapping, batch, work)
 
     def execute(self, prepared: PreparedForward) -> Layout:
         """Computes, and returns the layout at which the result is right. Raises LayoutStale; then use no result."""

@@ -9,7 +9,7 @@ from slotcar_sidecar.core.adapter import Adapter
 from slotcar_sidecar.core.bindings import OnConflict, Resident
 from slotcar_sidecar.core.errors import CapacityExceeded, RequestInvalid, SlotcarError
 from slotcar_sidecar.core.folded import Folded
-from slotcar_sidecar.core.forward import ForwardItem, check_items, output_bytes
+from slotcar_sidecar.core.forward import ForwardItem, check_items, work_of
 from slotcar_sidecar.core.holds import Hold, HoldTerms
 from slotcar_sidecar.core.ids import AdapterRef, SessionId
 from slotcar_sidecar.core.layout import Layout, SlotState
@@ -166,19 +166,20 @@ class Computed:
     work: Work = NO_WORK
 
 
-def check_forward(call: ForwardCall, model: ModelSpec, limits: Limits) -> None:
-    """Raises unless every tensor fits its site and the rows, and rows and outputs are within their bounds."""
+def check_forward(call: ForwardCall, model: ModelSpec, limits: Limits) -> Work:
+    """What it computes. Raises unless every tensor fits its site and the rows, and rows and outputs their bounds."""
     if call.rank >= model.tensor_parallel > 1:
         raise RequestInvalid("rank", found=call.rank, wanted=f"below {model.tensor_parallel}, the model's ranks")
     rows = sum(call.row_counts)
     if rows > limits.max_rows:
         raise RequestInvalid("row_counts", found=f"{rows} rows", wanted=f"at most {limits.max_rows}")
     check_items(call.items, rows, model)
-    size = output_bytes(call.items, rows, model)
-    if size > limits.max_response_bytes:
+    work = work_of(call.items, rows, model)
+    if work.out_bytes > limits.max_response_bytes:
         raise CapacityExceeded(
-            f"the outputs would have {size} bytes, the server sends at most {limits.max_response_bytes}: "
+            f"the outputs would have {work.out_bytes} bytes, the server sends at most {limits.max_response_bytes}: "
             "ask for fewer rows or sites in a call",
-            found=size,
+            found=work.out_bytes,
             wanted=limits.max_response_bytes,
         )
+    return work

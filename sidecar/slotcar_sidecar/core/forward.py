@@ -57,15 +57,11 @@ def check_items(items: Sequence[ForwardItem], rows: int, model: ModelSpec) -> No
         _check_aux(f"{field}.aux", item, site, (rows, out_features))
 
 
-def output_bytes(items: Sequence[ForwardItem], rows: int, model: ModelSpec) -> int:
-    """Size of all outputs of checked items."""
-    return sum(rows * model.rank_features(item.site)[1] * ITEM_BYTES[item.dtype] for item in items)
-
-
 def work_of(items: Sequence[ForwardItem], rows: int, model: ModelSpec) -> Work:
     """What checked items compute; a tensor that several of them share comes once."""
     given = {id(tensor): tensor for item in items for tensor in (item.x, item.base, item.aux) if tensor is not None}
-    return Work(rows, sum(tensor.size_bytes for tensor in given.values()), output_bytes(items, rows, model))
+    out_bytes = sum(rows * model.rank_features(item.site)[1] * ITEM_BYTES[item.dtype] for item in items)
+    return Work(rows, sum(tensor.size_bytes for tensor in given.values()), out_bytes)
 
 
 def _check_input(field: str, item: ForwardItem, site: Site, shape: tuple[int, int]) -> None:

@@ -31,6 +31,12 @@ class Health(library.HealthServicer):  # type: ignore[misc]
         self._changed.set()
         self._changed = asyncio.Event()
 
+    async def tell(self, *, alive: bool, ready: bool) -> None:
+        """Liveness says that the process works; readiness, and the server as a whole, that it takes new sessions."""
+        for service, is_so in (("liveness", alive), ("readiness", ready), ("", ready)):
+            status = health_pb2.HealthCheckResponse
+            await self.set(service, status.SERVING if is_so else status.NOT_SERVING)
+
     async def Watch(  # noqa: N802
         self, request: health_pb2.HealthCheckRequest, context: aio.ServicerContext[Any, Any]
     ) -> None:
