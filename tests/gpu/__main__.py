@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu.report import CASES, table
-from tests.gpu.sanitizer import why_not
+from tests.gpu.sanitizer import RACECHECK, why_not
 
 SECONDS = 470.0
 """For all parts together: those that are not begun by then fail for that."""
@@ -66,8 +66,7 @@ def parts(logs: Path) -> Iterator[Part]:
     for number, case in enumerate(CASES):
         command = (python, "-m", "tests.gpu.measure", str(number), str(logs / f"case-{number}.json"))
         yield Part(f"times of {case.name}", [command], 60)
-    checked = ("compute-sanitizer", "--tool", "racecheck", "--error-exitcode", "9", python, "-m", "tests.gpu.race")
-    yield Part("racecheck", [checked], 90, why_not=why_not)
+    yield Part("racecheck", [(*RACECHECK, "-m", "tests.gpu.race")], 90, why_not=why_not)
 
 
 def _shares(tests: Sequence[str]) -> list[Sequence[str]]:

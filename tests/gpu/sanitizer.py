@@ -6,7 +6,10 @@ import shutil
 import subprocess
 import sys
 
-__all__ = ["why_not"]
+__all__ = ["RACECHECK", "why_not"]
+
+RACECHECK = ("compute-sanitizer", "--tool", "racecheck", "--error-exitcode", "9", sys.executable)
+"""Before what Python is to run."""
 
 TOUCH = "import torch; torch.zeros(1, device='cuda').item()"
 
@@ -15,7 +18,7 @@ def why_not() -> str:
     """Why it does not, or nothing: it is tried on a program that only touches the GPU."""
     if shutil.which("compute-sanitizer") is None:
         return "no compute-sanitizer here"
-    command = ["compute-sanitizer", "--tool", "racecheck", "--error-exitcode", "9", sys.executable, "-c", TOUCH]
+    command = [*RACECHECK, "-c", TOUCH]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     except subprocess.TimeoutExpired:

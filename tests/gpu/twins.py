@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from slotcar_kernels.triton import BatchPlan, Prepared, SiteCall, SlicePart, planes_elements, prepare
 
-from tests.gpu.place import DEVICE, twin
+from tests.gpu.place import DEVICE, twin, whole
 from tests.kernels.triton.interpreted.batch import GARBAGE, Batch
 from tests.tolerances import assert_same_bits
 
@@ -38,13 +38,13 @@ class Mirrored:
     def execute(self) -> None:
         call = self._prepared.call
         for name, tensor in self._tensors.items():
-            _whole(getattr(call, name)).copy_(_whole(tensor))
+            whole(getattr(call, name)).copy_(whole(tensor))
         self._prepared.execute()
         for name, tensor in self._tensors.items():
             if name == "out":
-                _whole(tensor).copy_(_whole(call.out))
+                whole(tensor).copy_(whole(call.out))
             elif getattr(call, name) is not call.out:
-                assert_same_bits(_whole(getattr(call, name)).cpu(), _whole(tensor))
+                assert_same_bits(whole(getattr(call, name)).cpu(), whole(tensor))
 
 
 class TwinBatch(Batch):
@@ -74,8 +74,3 @@ def _twin_call(given: SiteCall) -> SiteCall:
 
 def _maybe(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else twin(tensor)
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All that the tensor's storage has."""
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
