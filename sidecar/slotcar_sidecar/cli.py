@@ -16,8 +16,8 @@ import click
 from rich.console import Console
 from slotcar_client import SlotcarError
 
-from slotcar_sidecar import completion as shells
-from slotcar_sidecar import console, verbs, watch
+from slotcar_sidecar.command import completion as shells
+from slotcar_sidecar.command import console, verbs, watch
 from slotcar_sidecar.config import ENVIRONMENT_PREFIX, Config, ConfigError, parse_size, size_text, unknown_variables
 from slotcar_sidecar.core.errors import RequestInvalid
 
@@ -133,7 +133,7 @@ def spec(folder: Path, **wanted: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON value.")
 def doctor(target: str | None, as_json: bool) -> None:
     """Say what this machine can do and what is missing."""
-    from slotcar_sidecar.doctor import examine
+    from slotcar_sidecar.command.doctor import examine
 
     checks = examine(target)
     console.Output(as_json).checks(checks)

@@ -6,9 +6,9 @@ python -m tests.gpu.serve serve --device cuda ...
 from __future__ import annotations
 
 import torch
-from slotcar_sidecar import devices
 from slotcar_sidecar.cli import main
 from slotcar_sidecar.device.cuda import machine
+from slotcar_sidecar.process import devices
 
 from tests.fakes.machine import HostMachine
 

@@ -11,12 +11,12 @@ import torch
 pytest.importorskip("grpc_health")
 
 from grpc_health.v1 import health_pb2
-from slotcar_sidecar import devices
 from slotcar_sidecar.core.errors import DeviceLost
 from slotcar_sidecar.core.ids import SlotId
 from slotcar_sidecar.core.model import ModelSpec, Site
 from slotcar_sidecar.device.cuda.device import CudaDevice
 from slotcar_sidecar.device.found import why_no_gpu
+from slotcar_sidecar.process import devices
 from slotcar_sidecar.rpc.health import Health
 
 from tests.fakes.machine import HostMachine

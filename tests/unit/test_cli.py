@@ -21,7 +21,8 @@ from typing import Any
 import pytest
 import slotcar_client
 from click.testing import CliRunner, Result
-from slotcar_sidecar import cli, tables
+from slotcar_sidecar import cli
+from slotcar_sidecar.command import tables
 from slotcar_sidecar.config import Config, ConfigError, parse_address, parse_size, unknown_variables
 
 from tests.adapters import make_adapter, tiny_llama

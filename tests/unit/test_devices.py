@@ -6,18 +6,18 @@ import asyncio
 
 import pytest
 import torch
-from slotcar_sidecar import app, devices
 from slotcar_sidecar.config import Config
 from slotcar_sidecar.device import found
 from slotcar_sidecar.device.cpu import CpuDevice
-from slotcar_sidecar.sockets import StartError
+from slotcar_sidecar.process import devices, planes
+from slotcar_sidecar.process.sockets import StartError
 
 UNIX = "unix:///run/s.sock"
 
 
 def test_a_gpu_that_cannot_be_used_is_said_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "why_no_gpu", lambda max_rank: f"ranks up to {max_rank - 1}")
-    for make in (lambda config: devices.make_device(config, "e" * 32), app.offered_planes):
+    for make in (lambda config: devices.make_device(config, "e" * 32), planes.offered_planes):
         with pytest.raises(StartError, match="--device cuda cannot be used: ranks up to 63"):
             make(Config(listen=(UNIX,), device="cuda"))
 
@@ -31,13 +31,13 @@ def test_without_a_gpu_slots_are_on_the_cpu(name: str, monkeypatch: pytest.Monke
     assert device.slots == config.slots
 
 
-@pytest.mark.parametrize(("name", "planes"), [("auto", ("stream", "ring")), ("cpu", ("stream", "ring", "direct"))])
+@pytest.mark.parametrize(("name", "offered"), [("auto", ("stream", "ring")), ("cpu", ("stream", "ring", "direct"))])
 def test_slots_on_a_gpu_have_no_direct_plane(
-    name: str, planes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    name: str, offered: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "why_no_gpu", lambda _max_rank: "")
-    monkeypatch.setattr(app.platform, "machine", lambda: "x86_64")
-    assert app.offered_planes(Config(listen=(UNIX,), device=name)) == planes
+    monkeypatch.setattr(planes.platform, "machine", lambda: "x86_64")
+    assert planes.offered_planes(Config(listen=(UNIX,), device=name)) == offered
 
 
 def test_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

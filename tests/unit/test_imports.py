@@ -20,12 +20,8 @@ ROOTS = ("proto", "kernels", "sidecar", "clients")
 # Import package → layer; inside slotcar_sidecar each folder or module is a layer of its own.
 PACKAGES = {"slotcar": "proto", "slotcar_kernels": "kernels", "slotcar_client": "clients"}
 
-# Modules of the command line beside cli.py; together they are one layer.
-_COMMAND_LINE = {"calls", "cli", "completion", "console", "doctor", "tables", "verbs", "watch"}
-
-# Modules that make the process, beside app.py; they are one layer too.
-_PROCESS = {"app", "devices", "fetches", "memory", "scrapes", "sockets"}
-TOGETHER = dict.fromkeys(_COMMAND_LINE, "cli") | dict.fromkeys(_PROCESS, "app")
+# What a module of the package is made of beside it is one layer with it.
+TOGETHER = {"command": "cli", "process": "app"}
 
 SIDECAR = {"core", "store", "device", "cache", "rpc", "ring", "sync", "ops", "config"}
 MAY_IMPORT: dict[str, set[str]] = {
@@ -163,7 +159,7 @@ def violations(path: str, source: str) -> Iterator[str]:
         builds = module in BUILDERS or (module, name) in BUILDER_NAMES
         builds = builds and (layer, module) not in MAY_ALSO_BUILD
         if builds and path.startswith("sidecar/") and layer not in MAY_BUILD and not typing_only:
-            yield f"{at} imports {module}: only app.py builds threads, clocks and sockets"
+            yield f"{at} imports {module}: only app.py and process/ build threads, clocks and sockets"
         if (module, name) in ENVIRONMENT and path not in MAY_READ_ENVIRONMENT:
             yield f"{at} reads {module}.{name}: only the config modules and cli.py do"
     for line, module, name in seen.uses:
@@ -171,7 +167,7 @@ def violations(path: str, source: str) -> Iterator[str]:
         if (module, name) in ENVIRONMENT and path not in MAY_READ_ENVIRONMENT:
             yield f"{at} reads {module}.{name}: only the config modules and cli.py do"
         if path.startswith("sidecar/") and layer not in MAY_BUILD and (module, name) in BUILDER_NAMES:
-            yield f"{at} uses {module}.{name}: only app.py builds threads, clocks and sockets"
+            yield f"{at} uses {module}.{name}: only app.py and process/ build threads, clocks and sockets"
 
 
 def _import_violations(at: str, layer: str, module: str, name: str | None) -> Iterator[str]:
@@ -249,16 +245,28 @@ PLANTED = [
     ("sidecar/slotcar_sidecar/demo/x.py", "import sys as s\ns.argv[1]", "reads sys.argv"),
     ("clients/slotcar_client/x.py", "import os\nos.getenv('A')", "reads os.getenv"),
     ("kernels/slotcar_kernels/x.py", "import os\nos.environ.get('A')", "reads os.environ"),
-    ("sidecar/slotcar_sidecar/cache.py", "import threading", "only app.py builds"),
-    ("sidecar/slotcar_sidecar/rpc/x.py", "from time import monotonic", "only app.py builds"),
-    ("sidecar/slotcar_sidecar/rpc/x.py", "def f():\n    import time", "only app.py builds"),
-    ("sidecar/slotcar_sidecar/ops/x.py", "import socket", "only app.py builds"),
-    ("sidecar/slotcar_sidecar/ring/x.py", "import threading", "only app.py builds"),
+    ("sidecar/slotcar_sidecar/cache.py", "import threading", "only app.py and"),
+    ("sidecar/slotcar_sidecar/rpc/x.py", "from time import monotonic", "only app.py and"),
+    ("sidecar/slotcar_sidecar/rpc/x.py", "def f():\n    import time", "only app.py and"),
+    ("sidecar/slotcar_sidecar/ops/x.py", "import socket", "only app.py and"),
+    ("sidecar/slotcar_sidecar/ring/x.py", "import threading", "only app.py and"),
     ("sidecar/slotcar_sidecar/rpc/x.py", "from slotcar.shm import region", "imports shm"),
-    ("sidecar/slotcar_sidecar/store/x.py", "from concurrent.futures import ThreadPoolExecutor", "only app.py builds"),
-    ("sidecar/slotcar_sidecar/device/x.py", "import concurrent.futures as f\nf.ThreadPoolExecutor()", "only app.py"),
-    ("sidecar/slotcar_sidecar/cache.py", "from datetime import datetime\ndatetime.now()", "only app.py builds"),
-    ("sidecar/slotcar_sidecar/cache.py", "import asyncio\nasyncio.to_thread(print)", "only app.py builds"),
+    (
+        "sidecar/slotcar_sidecar/store/x.py",
+        "from concurrent.futures import ThreadPoolExecutor",
+        "only app.py and process/ build",
+    ),
+    (
+        "sidecar/slotcar_sidecar/device/x.py",
+        "import concurrent.futures as f\nf.ThreadPoolExecutor()",
+        "only app.py and process/ build",
+    ),
+    (
+        "sidecar/slotcar_sidecar/cache.py",
+        "from datetime import datetime\ndatetime.now()",
+        "only app.py and process/ build",
+    ),
+    ("sidecar/slotcar_sidecar/cache.py", "import asyncio\nasyncio.to_thread(print)", "only app.py and"),
 ]
 
 

@@ -12,7 +12,7 @@ from slotcar_sidecar.core.ids import AdapterRef
 from slotcar_sidecar.core.layout import SlotState
 from slotcar_sidecar.core.pins import HoldOwner
 from slotcar_sidecar.core.session import SessionTerms
-from slotcar_sidecar.scrapes import take_snapshot
+from slotcar_sidecar.process.scrapes import take_snapshot
 
 from tests.fakes.parts import Bench, make_bench, settle
 

@@ -28,10 +28,10 @@ from slotcar_sidecar.core.session import Session, Sessions, SessionTerms
 from slotcar_sidecar.core.tally import ForwardTally
 from slotcar_sidecar.core.tensor import Matrix
 from slotcar_sidecar.device.cpu import CpuBatch, CpuDevice
+from slotcar_sidecar.process.sockets import listen_for_handshakes
 from slotcar_sidecar.ring.handshake import Handshakes
 from slotcar_sidecar.ring.rings import RingLimits, Rings, SlotsDescriptor, Surroundings
 from slotcar_sidecar.ring.thread import RingThread
-from slotcar_sidecar.sockets import listen_for_handshakes
 from slotcar_sidecar.store.disk.tier import NoDisk
 from slotcar_sidecar.store.host import HostTierLru
 from slotcar_sidecar.store.tiers import StoreTiers

@@ -28,9 +28,9 @@ from slotcar_client import (
     UnloadReport,
 )
 
-from slotcar_sidecar import tables
-from slotcar_sidecar.doctor import Check
-from slotcar_sidecar.tables import Rows
+from slotcar_sidecar.command import tables
+from slotcar_sidecar.command.doctor import Check
+from slotcar_sidecar.command.tables import Rows
 
 _MAX_SITES = 10
 # No table is wider, and a console of this width cuts nothing.

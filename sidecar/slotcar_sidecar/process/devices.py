@@ -12,8 +12,8 @@ from slotcar_sidecar.config import Config
 from slotcar_sidecar.core.ports import Device
 from slotcar_sidecar.device.cpu import CpuDevice
 from slotcar_sidecar.device.found import why_no_gpu
+from slotcar_sidecar.process.sockets import StartError
 from slotcar_sidecar.rpc.health import Health
-from slotcar_sidecar.sockets import StartError
 
 if TYPE_CHECKING:
     from slotcar_sidecar.device.cuda.device import CudaDevice

@@ -8,7 +8,7 @@ import time
 
 from slotcar_sidecar.config import Config, environment_value
 from slotcar_sidecar.ops.metrics import Metrics
-from slotcar_sidecar.sockets import StartError
+from slotcar_sidecar.process.sockets import StartError
 from slotcar_sidecar.store.base_model import BaseModel
 from slotcar_sidecar.store.sources.fetch import Fetching
 from slotcar_sidecar.store.sources.local import LocalSource

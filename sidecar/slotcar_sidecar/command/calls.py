@@ -17,7 +17,7 @@ import click
 import slotcar_client
 from slotcar_client import SlotcarError, Unavailable, aio
 
-from slotcar_sidecar import console
+from slotcar_sidecar.command import console
 
 Command = Callable[..., Any]
 

@@ -24,8 +24,8 @@ from slotcar_client import (
 )
 from slotcar_client.aio import AsyncClient, AsyncEventStream
 
-from slotcar_sidecar import console, tables
-from slotcar_sidecar.calls import follows_server
+from slotcar_sidecar.command import console, tables
+from slotcar_sidecar.command.calls import follows_server
 
 _TIMEOUT_SECONDS = 5.0
 _EVENTS = 50

@@ -18,7 +18,7 @@ from slotcar_sidecar.config import Config, TcpAddress
 from slotcar_sidecar.core.pins import MappingOwner
 from slotcar_sidecar.ops.gauges import Naming, ResidentName, Snapshot
 from slotcar_sidecar.ops.metrics import Metrics
-from slotcar_sidecar.sockets import StartError
+from slotcar_sidecar.process.sockets import StartError
 
 __all__ = ["serve_metrics", "take_snapshot", "watch"]
 

@@ -10,9 +10,9 @@ import click
 from slotcar_client import Client, SessionNotFound, Unavailable
 from slotcar_client.aio import AsyncClient
 
-from slotcar_sidecar import console
-from slotcar_sidecar.calls import absolute, calls_server, follows_server
-from slotcar_sidecar.completion import adapter_names, folders, session_ids
+from slotcar_sidecar.command import console
+from slotcar_sidecar.command.calls import absolute, calls_server, follows_server
+from slotcar_sidecar.command.completion import adapter_names, folders, session_ids
 from slotcar_sidecar.core.events import MAX_REPLAY, EventKind
 
 _TIMEOUT_SECONDS = 60.0
