@@ -13,6 +13,8 @@ CACHE = "sidecar/slotcar_sidecar/cache"
 STORE = "sidecar/slotcar_sidecar/store"
 CLIENT = "clients/slotcar_client"
 CACHE_STEPS = "tests/unit/test_cache.py"
+READERS = "tests/unit/test_readers.py"
+UNLOADS = "tests/unit/test_unloads.py"
 MAPPINGS = "tests/unit/test_mappings.py"
 WAITING = "tests/unit/test_waiting.py"
 HOLDS = "tests/unit/test_holds.py"
@@ -101,7 +103,7 @@ MUTANTS = (
         "        with state.marks.reading(mapping.slots):\n            mapping.check_current(state.layout)\n",
         "        mapping.check_current(state.layout)\n        [await asyncio.sleep(0) for _ in range(4)]\n"
         "        with state.marks.reading(mapping.slots):\n",
-        f"{CACHE_STEPS}::test_a_slot_is_marked_before_its_mapping_is_checked",
+        f"{READERS}::test_a_slot_is_marked_before_its_mapping_is_checked",
     ),
     Mutant(
         "no second check",
@@ -109,7 +111,7 @@ MUTANTS = (
         "            outputs, began = await state.run(state.environment.compute_pool, self._execute, batch)\n"
         "            mapping.check_current(state.layout)\n",
         "            outputs, began = await state.run(state.environment.compute_pool, self._execute, batch)\n",
-        f"{CACHE_STEPS}::test_a_fill_waits_for_the_kernel_that_reads_its_slot",
+        f"{READERS}::test_a_fill_waits_for_the_kernel_that_reads_its_slot",
     ),
     Mutant(
         "the mark ends with the launch",
@@ -118,14 +120,14 @@ MUTANTS = (
         "            mapping.check_current(state.layout)\n",
         "        outputs, began = await state.run(state.environment.compute_pool, self._execute, batch)\n"
         "        mapping.check_current(state.layout)\n",
-        f"{CACHE_STEPS}::test_a_fill_waits_for_the_kernel_that_reads_its_slot",
+        f"{READERS}::test_a_fill_waits_for_the_kernel_that_reads_its_slot",
     ),
     Mutant(
         "write without waiting for readers",
         f"{CACHE}/loads.py",
         "            state.marks.when_unread(slot, unread.set)\n",
         "            unread.set()\n",
-        f"{CACHE_STEPS}::test_a_fill_waits_for_the_kernel_that_reads_its_slot",
+        f"{READERS}::test_a_fill_waits_for_the_kernel_that_reads_its_slot",
     ),
     Mutant(
         "publish before the write ends",
@@ -169,7 +171,7 @@ MUTANTS = (
         f"{CORE}/slots.py",
         "        self._layout = layout\n        self._listener(layout)\n",
         "        self._layout = layout\n",
-        "tests/unit/test_cache.py::test_readers_elsewhere_are_told_before_bytes_change",
+        f"{READERS}::test_readers_elsewhere_are_told_before_bytes_change",
     ),
     Mutant(
         "recover by name",
@@ -190,7 +192,7 @@ MUTANTS = (
         f"{CORE}/residency.py",
         "            self.slots.revive(slot)\n",
         "            pass\n",
-        f"{CACHE_STEPS}::test_loading_the_digest_again_revives_a_draining_slot",
+        f"{UNLOADS}::test_loading_the_digest_again_revives_a_draining_slot",
     ),
     Mutant(
         "hold counted from the call",
@@ -219,7 +221,7 @@ MUTANTS = (
         f"{CACHE}/mappings.py",
         "            residency.slots.advance()\n",
         "            pass\n",
-        f"{CACHE_STEPS}::test_a_late_forward_never_gets_the_rows_of_a_newer_mapping_of_its_id",
+        f"{READERS}::test_a_late_forward_never_gets_the_rows_of_a_newer_mapping_of_its_id",
     ),
     Mutant(
         "reservations only on paper",
