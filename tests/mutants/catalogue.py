@@ -18,6 +18,7 @@ UNLOADS = "tests/unit/test_unloads.py"
 MAPPINGS = "tests/unit/test_mappings.py"
 WAITING = "tests/unit/test_waiting.py"
 HOLDS = "tests/unit/test_holds.py"
+RESERVATIONS = "tests/unit/test_reservations.py"
 MUSEUM = "tests/unit/museum"
 
 
@@ -228,7 +229,7 @@ MUTANTS = (
         f"{CORE}/slots.py",
         "        self.reserved[session] = count\n",
         "        pass\n",
-        f"{HOLDS}::test_what_is_reserved_is_never_taken",
+        f"{RESERVATIONS}::test_what_is_reserved_is_never_taken",
     ),
     Mutant(
         "a claim outlives the slot",
@@ -243,7 +244,7 @@ MUTANTS = (
         "            state.residency.slots.check(Demand(str(name), claim.party, state.residency.pins, fills))\n",
         "            if fills:\n"
         "                state.residency.slots.check(Demand(str(name), claim.party, state.residency.pins, fills))\n",
-        f"{HOLDS}::test_a_replace_that_joins_a_load_protects_no_more_than_the_others_slots",
+        f"{RESERVATIONS}::test_a_replace_that_joins_a_load_protects_no_more_than_the_others_slots",
     ),
     Mutant(
         "only the first is woken",
