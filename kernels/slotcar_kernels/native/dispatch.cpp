@@ -26,19 +26,8 @@ bool ranks_fit(const SlotcarBatch &batch, const SlotcarSite &site) {
     return true;
 }
 
-/* Zeros, or base's bits, for the rows at the positions [start, stop). */
-void write_without_delta(const SlotcarBatch &batch, const SlotcarSite &site, int64_t start, int64_t stop) {
-    const int64_t bytes = batch.dtype == SLOTCAR_FLOAT32 ? 4 : 2;
-    const size_t row_bytes = static_cast<size_t>(site.out_features * bytes);
-    if (site.base == site.out && site.base_stride == site.out_stride) return;
-    for (int64_t position = start; position < stop; ++position) {
-        const int64_t row = batch.order ? batch.order[position] : position;
-        char *out = static_cast<char *>(site.out) + row * site.out_stride * bytes;
-        if (site.base)
-            memmove(out, static_cast<const char *>(site.base) + row * site.base_stride * bytes, row_bytes);
-        else
-            memset(out, 0, row_bytes);
-    }
+void write_without_delta(const SlotcarBatch &batch, const SlotcarSite &site, SlotcarRange at) {
+    copy_base(batch, {site.out, site.out_stride, site.out_features}, site.base, site.base_stride, at);
 }
 
 struct Call {
@@ -75,14 +64,13 @@ void for_each_piece(const Call &call, Take take) {
 void compute_share(const Call &call, int64_t share) {
     const SlotcarBatch &batch = *call.batch;
     for (int64_t i = share; i < batch.base_range_count * call.site_count; i += call.threads) {
-        const SlotcarRange &range = batch.base_ranges[i / call.site_count];
-        write_without_delta(batch, call.sites[i % call.site_count], range.start, range.stop);
+        write_without_delta(batch, call.sites[i % call.site_count], batch.base_ranges[i / call.site_count]);
     }
     int64_t piece = 0;
     Work waiting{};  // for the next one to be known, whose weights it fetches
     for_each_piece(call, [&](const Work &work) {
         if (piece++ % call.threads != share) return;
-        if (!rank_of(work)) return write_without_delta(batch, *work.site, work.first, work.last);
+        if (!rank_of(work)) return write_without_delta(batch, *work.site, {work.first, work.last});
         waiting.next = &work;
         if (waiting.batch) call.compute(waiting);
         waiting = work;
@@ -127,6 +115,20 @@ bool fits(const SlotcarBatch &batch) {
     for (int64_t i = 0; batch.order && i < batch.rows; ++i)
         if (batch.order[i] < 0 || batch.order[i] >= batch.rows) return false;
     return true;
+}
+
+void copy_base(const SlotcarBatch &batch, const Rows &to, const void *base, int64_t base_stride, SlotcarRange at) {
+    if (base == to.data && base_stride == to.stride) return;
+    const int64_t bytes = batch.dtype == SLOTCAR_FLOAT32 ? 4 : 2;
+    const size_t row_bytes = static_cast<size_t>(to.features * bytes);
+    for (int64_t position = at.start; position < at.stop; ++position) {
+        const int64_t row = batch.order ? batch.order[position] : position;
+        char *out = static_cast<char *>(to.data) + row * to.stride * bytes;
+        if (base)
+            memmove(out, static_cast<const char *>(base) + row * base_stride * bytes, row_bytes);
+        else
+            memset(out, 0, row_bytes);
+    }
 }
 
 bool runs(int64_t isa) {

@@ -79,8 +79,29 @@ Seed avx512_seed();
 /* Whether each position, row and slot of the batch is in its bounds. */
 bool fits(const SlotcarBatch &batch);
 
+/* [rows, features] in a batch's dtype; the stride is in elements. */
+struct Rows {
+    void *data;
+    int64_t stride, features;
+};
+
+/* base's bits, or zeros where base is null, for the rows of `to` at the positions [start, stop); `to` may be base. */
+void copy_base(const SlotcarBatch &batch, const Rows &to, const void *base, int64_t base_stride, SlotcarRange at);
+
 /* Whether the processor and its system have the instruction set, in one of SlotcarIsa. */
 bool runs(int64_t isa);
+
+/* What needs no instructions for bfloat16, for an instruction set; null where the library or this machine hasn't got it. */
+template <class Function>
+Function chosen(int64_t isa, Function portable, Function avx2, Function avx512) {
+    if (!runs(isa)) return nullptr;
+    switch (isa) {
+        case SLOTCAR_AVX2: return avx2;
+        case SLOTCAR_AVX512:
+        case SLOTCAR_AVX512_BF16: return avx512;
+        default: return portable;
+    }
+}
 
 }  // namespace slotcar
 
