@@ -11,8 +11,10 @@ import pytest
 
 from tests.server import SidecarProcess
 
-# vLLM has an environment of its own, in which `make test-vllm` runs that suite.
-collect_ignore = [] if find_spec("vllm") else ["vllm"]
+# These have environments of their own, in which `make test-vllm` and `make test-k8s` run them.
+collect_ignore = [
+    folder for folder, needed in (("vllm", "vllm"), ("k8s", "kubernetes_validate")) if not find_spec(needed)
+]
 
 
 @pytest.fixture
