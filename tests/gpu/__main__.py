@@ -61,6 +61,7 @@ def parts(logs: Path) -> Iterator[Part]:
     yield Part("first batches", [(python, "-m", "tests.gpu.race")], 60)
     yield Part("kernels", _shares(KERNEL_TESTS), 200)
     yield Part("device", _shares(DEVICE_TESTS), 150, {"SLOTCAR_TEST_DEVICE": "cuda"})
+    yield Part("direct plane", [(python, *PYTEST, "tests/gpu/test_direct.py")], 90)
     checks = [(python, "-m", "tests.gpu.measure", str(number)) for number in range(len(CASES))]
     yield Part("sides", checks, 90)
     for number, case in enumerate(CASES):

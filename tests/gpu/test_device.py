@@ -12,11 +12,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 from slotcar_kernels.buffers import DTYPES
+from slotcar_kernels.triton.tiles import BUCKETS, MOST_ROWS
 from slotcar_sidecar.core.errors import CapacityExceeded, DeviceLost, RequestInvalid
 from slotcar_sidecar.core.forward import ForwardItem
 from slotcar_sidecar.core.ids import SlotId
 from slotcar_sidecar.core.model import ModelSpec, Site
-from slotcar_sidecar.device.cuda import launches
 from slotcar_sidecar.device.cuda.device import CudaDevice
 from slotcar_sidecar.device.cuda.lane import Lane
 from slotcar_sidecar.device.cuda.machine import Gpu
@@ -175,7 +175,7 @@ def test_a_batch_longer_than_the_longest_bucket_is_computed_in_pieces(monkeypatc
     monkeypatch.setattr("slotcar_sidecar.device.cuda.lane.MOST_ROWS", 16)
     (found,) = forward(target, slots, "q")
     assert_same_bits(found, wanted)
-    assert launches.BUCKETS[-1] == launches.MOST_ROWS
+    assert BUCKETS[-1] == MOST_ROWS
 
 
 def test_sites_of_one_kind_share_a_graph_and_its_memory() -> None:
@@ -272,7 +272,7 @@ def test_slots_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(torch, "empty", full)
     with pytest.raises(CapacityExceeded, match="more than the GPU has left"):
-        DeviceSlots(MODEL, (3, 32, "float32"), DEVICE, poison=False)
+        DeviceSlots(MODEL, (3, 32, "float32"), machine(), poison=False)
 
 
 def test_no_rows_launch_nothing() -> None:

@@ -42,25 +42,25 @@ class Breaking(HostMachine):
             raise RuntimeError("CUDA error: unspecified launch failure")
 
 
-async def statuses(health: Health) -> list[object]:
-    return [health._server_status[service] for service in SERVICES]
+def statuses(health: Health) -> list[object]:
+    return [health.status(service) for service in SERVICES]
 
 
 async def lose() -> None:
-    machine, health = Breaking(), Health(asyncio.Event())
+    machine, health = Breaking(), Health()
     device = CudaDevice(machine, 2, 16)
     device.shape(MODEL)
-    for service in SERVICES:
-        await health.set(service, SERVING)
+    health.start()
     watching = asyncio.create_task(devices.watch(device, health))
     device.fill(SlotId(0), WEIGHTS)
     await asyncio.sleep(0)
-    assert await statuses(health) == [SERVING] * 3
+    assert statuses(health) == [SERVING] * 3
     machine.lost = True
     with pytest.raises(DeviceLost):
         await asyncio.to_thread(device.fill, SlotId(1), WEIGHTS)
     await asyncio.wait_for(watching, 10)
-    assert await statuses(health) == [NOT_SERVING] * 3
+    health.end()
+    assert statuses(health) == [NOT_SERVING] * 3
     assert not device.when_lost
 
 

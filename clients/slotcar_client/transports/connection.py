@@ -26,8 +26,8 @@ from slotcar.v1 import engine_service_pb2, plane_pb2
 
 from slotcar_client.errors import AuditFailed, DeadlineExceeded, Unavailable, from_message
 
-# The region and two doorbells, then the slots.
-_DESCRIPTORS = {plane_pb2.PLANE_RING: 3, plane_pb2.PLANE_DIRECT: 4}
+# The region and two doorbells, then the slots file, then the weights if they are in a GPU's memory.
+_DESCRIPTORS = {plane_pb2.PLANE_RING: (3,), plane_pb2.PLANE_DIRECT: (4, 5)}
 _CLOSED = CLOSED_OFFSET // WORD.size
 
 Memory = TypeVar("Memory")
@@ -41,7 +41,8 @@ class Connection:
 
     `region` is mapped for both sides; `words` is the same memory in words of 64 bits, which are read and written whole:
     struct.pack_into is not for words that the other side reads meanwhile, as it writes zeros first. `slots` is the
-    slots file, mapped for reading; None on the ring plane. Nothing is sent over `link`, which tells who lives.
+    slots file, mapped for reading; None on the ring plane. `weights` is the descriptor of a GPU's memory if the slots'
+    weights are there; it is closed with the connection. Nothing is sent over `link`, which tells who lives.
     """
 
     def __init__(
@@ -54,7 +55,8 @@ class Connection:
         self.slots = slots
         self.link = link
         self.ended = False
-        _, self._sidecar_doorbell, doorbell, *_ = descriptors
+        _, self._sidecar_doorbell, doorbell, *of_slots = descriptors
+        self.weights = of_slots[1] if len(of_slots) > 1 else None
         self._doorbell_rang = [(doorbell, select.EPOLLIN)]
         self._link_events = select.poll()
         self._link_events.register(link, select.POLLIN)
@@ -125,7 +127,8 @@ def connect(path: str, hello: plane_pb2.PlaneHello, epoch: str, timeout_seconds:
         for descriptor in descriptors:
             on_failure.callback(os.close, descriptor)
         opened = _opened(data)
-        _audit("the number of descriptors", len(descriptors), _DESCRIPTORS[hello.plane])
+        if len(descriptors) not in _DESCRIPTORS[hello.plane]:
+            _audit("the number of descriptors", len(descriptors), _DESCRIPTORS[hello.plane][0])
         region = _mapped("the region", descriptors[0], opened.region_bytes, mmap.mmap)
         on_failure.callback(_unmap, region)
         slots = None

@@ -7,37 +7,34 @@ its digests are those of the mapping. Mappings are set through the ring of the s
 from __future__ import annotations
 
 from functools import lru_cache, partial
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from slotcar.v1 import engine_service_pb2, plane_pb2
 from slotcar_kernels.forward import NeedsBase, PartSlots, SiteCall, prepare
-from slotcar_kernels.guard import Change, Changed, GuardedBatch
+from slotcar_kernels.guard import Changed, GuardedBatch
 from slotcar_kernels.plan import plan_rows
 
 from slotcar_client.call_tensors import check_sites, dtype_of, first_tensor, sites_of
 from slotcar_client.effects import Call, Forward, ForwardCall
-from slotcar_client.errors import LayoutStale, MappingNotFound, RequestInvalid, ShapeMismatch, SlotcarError
+from slotcar_client.errors import RequestInvalid, SlotcarError
 from slotcar_client.rpc import Rpc
 from slotcar_client.transports.cells import Cells, ConnectionLost
 from slotcar_client.transports.connection import Connect
 from slotcar_client.transports.line import Line
+from slotcar_client.transports.mapped import PerMapping, check_counts, error_of, keep
 from slotcar_client.transports.shapes import Shape, by_dtype
 from slotcar_client.transports.shared_slots import SharedSlots
 from slotcar_client.values import Mapping
 
+if TYPE_CHECKING:
+    from slotcar_client.transports.gpu_forwards import GpuForwards, GpuSent
+
 Outputs: TypeAlias = dict[str, torch.Tensor]
 
-_MOST_MAPPINGS = 64
 _MOST_BATCHES = 16  # of a mapping
 _MOST_SITES = 1024  # a decode step of a large model has about 130
 _CPU = torch.device("cpu")
-_LOST = {
-    Change.CLOSED: "the sidecar has closed its slots",
-    Change.OTHER_EPOCH: "the slots are those of another epoch",
-    Change.DISCONNECTED: "the sidecar ended the connection",
-    Change.GONE: "the sidecar is gone",
-}
 
 
 class DirectTransport:
@@ -45,7 +42,7 @@ class DirectTransport:
 
     def __init__(self, connect: Connect, rpc: Rpc) -> None:
         self._line = Line(connect, rpc, plane_pb2.PLANE_DIRECT)
-        self._forwards: SlotsForwards | None = None
+        self._forwards: SlotsForwards | GpuForwards | None = None
 
     def use(self, opened: engine_service_pb2.SessionOpened) -> None:
         self._line.use(opened)
@@ -54,16 +51,17 @@ class DirectTransport:
     def forward(self, forward: Forward) -> Outputs:
         return self._line.repeated(partial(self._forward, forward))
 
-    def send(self, forward: Forward) -> None:
-        """It is computed in the caller's thread."""
+    def send(self, forward: Forward) -> GpuSent | None:
+        """It is launched on the slots' GPU, or computed in the caller's thread."""
+        if isinstance(self._forwards, SlotsForwards):
+            return None
+        return self._line.repeated(partial(self._send, forward))
 
     def call(self, call: Call) -> Any:
         return self._line.call(call)
 
     def close(self) -> None:
-        if self._forwards is not None:
-            self._forwards.slots.watch.close()
-        self._forwards = None
+        self._drop()
         self._line.close()
 
     def _forward(self, forward: Forward, cells: Cells) -> Outputs:
@@ -71,19 +69,47 @@ class DirectTransport:
         try:
             return forwards.compute(forward)
         except Changed as changed:
-            raise _error(changed.change, forwards.slots, forward.mapping) from changed
+            raise self._error(changed, forwards, forward) from changed
         except (ValueError, KeyError):
             # These say what the client's names for it do not.
             for part in by_dtype(forward):
                 Shape(part.call, part.mapping, forwards.slots.sites)
             raise
 
-    def _forwards_of(self, cells: Cells) -> SlotsForwards:
+    def _send(self, forward: Forward, cells: Cells) -> GpuSent | None:
+        forwards = self._forwards_of(cells)
+        if isinstance(forwards, SlotsForwards):
+            return None
+        try:
+            return forwards.begin(forward)
+        except Changed as changed:
+            raise self._error(changed, forwards, forward) from changed
+
+    def _error(self, changed: Changed, forwards: SlotsForwards | GpuForwards, forward: Forward) -> SlotcarError:
+        error = error_of(changed.change, forwards.slots, forward.mapping)
+        if isinstance(error, ConnectionLost):
+            self._drop()  # a server that starts now may need the memory
+        return error
+
+    def _forwards_of(self, cells: Cells) -> SlotsForwards | GpuForwards:
         forwards = self._forwards
         if forwards is None or forwards.slots.connection is not cells.connection:
-            self._forwards = None  # first, so that the memory of before goes
-            forwards = self._forwards = SlotsForwards(SharedSlots(cells.connection, self._line.opened))
+            self._drop()  # first, so that the memory of before goes
+            slots = SharedSlots(cells.connection, self._line.opened)
+            forwards = self._forwards = SlotsForwards(slots) if slots.gpu is None else _on_gpu(slots)
         return forwards
+
+    def _drop(self) -> None:
+        """Nothing that is under way is believed any more: soon the number of its socket may be another's."""
+        if self._forwards is not None:
+            self._forwards.slots.close()
+        self._forwards = None
+
+
+def _on_gpu(slots: SharedSlots) -> GpuForwards:
+    from slotcar_client.transports.gpu_forwards import GpuForwards  # which needs Triton
+
+    return GpuForwards(slots)
 
 
 class SlotsForwards:
@@ -99,7 +125,7 @@ class SlotsForwards:
         self._plain = frozenset(
             name for name, site in slots.sites.items() if not site.indices and len(slots.leaves[name]) == 1
         )
-        self._mapped: dict[int, MappedBatches] = {}
+        self._mapped: PerMapping[MappedBatches] = PerMapping(slots)
 
     def compute(self, forward: Forward) -> Outputs:
         """{site: output}; sites whose x is the very same object are one unit.
@@ -110,9 +136,7 @@ class SlotsForwards:
         inputs, base = call.inputs, call.base
         if base is not None or not inputs:
             check_sites(call)
-        mapped = self._mapped.get(mapping.mapping_id)
-        if mapped is None or mapped.mapping is not mapping:
-            mapped = self._map(mapping)
+        mapped = self._mapped.of(mapping, MappedBatches)
         batch = mapped.batch(call.row_counts)
         if call.aux is not None or not self._plain.issuperset(inputs) or not mapped.with_vectors.isdisjoint(inputs):
             return self._compute_any(forward, mapped, batch)
@@ -146,25 +170,13 @@ class SlotsForwards:
         batch.guard.end()
         return {site: made.out.to(first_tensor(call, site).device) for site, made in zip(sites, calls, strict=True)}
 
-    def _map(self, mapping: Mapping) -> MappedBatches:
-        if mapping.version.epoch != self.slots.connection.epoch:
-            raise MappingNotFound(
-                f"mapping {mapping.mapping_id} is of another life of the server: set it again",
-                mapping_id=mapping.mapping_id,
-            )
-        self._mapped.pop(mapping.mapping_id, None)
-        while len(self._mapped) >= _MOST_MAPPINGS:
-            del self._mapped[next(iter(self._mapped))]
-        mapped = self._mapped[mapping.mapping_id] = MappedBatches(self.slots, mapping)
-        return mapped
-
 
 class MappedBatches:
     """The batches of one mapping at its generation: one for each row counts that its calls have."""
 
     def __init__(self, slots: SharedSlots, mapping: Mapping) -> None:
         """Raises Changed, or AuditFailed when the answer to SetMapping does not fit the slots."""
-        self.mapping = mapping
+        self._mapping = mapping
         used = sorted({slot for slot in mapping.slots if slot is not None})
         self._guard = slots.guard(used, mapping.generation)
         self._parts = slots.parts(self._guard, used)
@@ -181,9 +193,7 @@ class MappedBatches:
             self._uses.give(self._guard)
         batch = self._batches.get(row_counts)
         if batch is None:
-            while len(self._batches) >= _MOST_BATCHES:
-                del self._batches[next(iter(self._batches))]
-            batch = self._batches[row_counts] = self._made(row_counts)
+            batch = keep(self._batches, row_counts, self._made(row_counts), _MOST_BATCHES)
         return batch
 
     def part_slots(self, site: str, rank: int) -> list[PartSlots]:
@@ -194,12 +204,8 @@ class MappedBatches:
         return known
 
     def _made(self, row_counts: tuple[int, ...]) -> GuardedBatch:
-        slots = self.mapping.slots
-        if len(row_counts) != len(slots):
-            found, wanted = f"{len(row_counts)} counts", f"{len(slots)} counts"
-            message = f"row_counts is {found}, wanted {wanted}"
-            raise ShapeMismatch(message, field="row_counts", found=found, wanted=wanted)
-        plan = plan_rows(list(zip(slots, row_counts, strict=True)))
+        check_counts(self._mapping, row_counts)
+        plan = plan_rows(list(zip(self._mapping.slots, row_counts, strict=True)))
         parts = self._parts
         rows = parts.rows([segment.slot for segment in plan.segments])
         return GuardedBatch(self._guard, plan, parts.ranks[rows].T, parts.scales[rows].T)
@@ -232,17 +238,3 @@ def _readable(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_cpu and (tensor.is_contiguous() or tensor.stride()[-1:] == (1,)):
         return tensor
     return tensor.detach().to(_CPU).contiguous()
-
-
-def _error(change: Change, slots: SharedSlots, mapping: Mapping) -> SlotcarError:
-    """What the change is to the caller; after ConnectionLost another connection may do."""
-    if not change.is_stale:
-        return ConnectionLost(_LOST[change])
-    changed = slots.changed_after(mapping.generation)
-    stale = [str(entry) for entry, slot in zip(mapping.entries, mapping.slots, strict=True) if slot in changed]
-    return LayoutStale(
-        f"a slot of mapping {mapping.mapping_id} changed after generation {mapping.generation}: map again by digest",
-        entries=", ".join(dict.fromkeys(stale)),
-        found=slots.generation,
-        wanted=mapping.generation,
-    )

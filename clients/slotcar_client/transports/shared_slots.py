@@ -1,6 +1,7 @@
 """The sidecar's slots in this process: the file of one epoch, mapped for reading, with the words that guard it.
 
-Invariant: nothing can be written through it, and it stays mapped for as long as a tensor over it is used.
+Invariant: nothing can be written through it, and it stays mapped for as long as a tensor over it is used. The weights
+are in it, or in the memory of a GPU, which is mapped for reading where the driver can do that.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import torch
 from slotcar.shm import region, slots
-from slotcar.shm.slots import PART, WORD, BadSlotsFile, SlotsGeometry
+from slotcar.shm.slots import PART, WORD, BadSlotsFile, GpuPlace, SlotsGeometry
 from slotcar.v1 import engine_service_pb2
 from slotcar_kernels.buffers import DTYPES
 from slotcar_kernels.forward import PartSlots
@@ -23,6 +24,7 @@ from slotcar_client.convert import DTYPE_NAMES
 from slotcar_client.errors import AuditFailed, ModelUnknown, RequestInvalid
 from slotcar_client.sites import rank_sites
 from slotcar_client.transports.connection import Connection
+from slotcar_client.transports.gpus import GpuSlots, map_slots
 from slotcar_client.transports.leaves import Leaf, RankLeaves, leaf_shapes, leaves_by_site
 
 Integers: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.int64]]"
@@ -49,15 +51,29 @@ class Parts(NamedTuple):
         return spread.reshape(-1).tolist()
 
 
+class LeafView(NamedTuple):
+    """One leaf of every slot as a rank sees it, for PartSlots; `parts` is where its parts are among those of a slot."""
+
+    leaf: Leaf
+    at: RankLeaves
+    parts: slice
+    a: torch.Tensor
+    b: torch.Tensor
+    vectors: torch.Tensor | None
+
+
 class SharedSlots:
     """What one connection of the direct plane gave. One thread at a time uses it."""
 
     def __init__(self, connection: Connection, opened: engine_service_pb2.SessionOpened) -> None:
-        """Raises ModelUnknown, or AuditFailed when the file is not the one of this server, model and epoch."""
+        """Raises ModelUnknown, or AuditFailed when the file is not the one of this server, model and epoch, and
+        RequestInvalid when the weights are on a GPU and this process cannot compute from there.
+        """
         assert connection.slots is not None, "it was asked for the direct plane"
-        geometry = _geometry(opened)
+        geometry = _geometry(opened, on_gpu=connection.weights is not None)
         try:
-            geometry.check(memoryview(connection.slots), connection.epoch)
+            geometry.check(connection.slots, connection.epoch)
+            place = GpuPlace.read(connection.slots, geometry) if geometry.on_gpu else None
         except BadSlotsFile as error:
             raise AuditFailed(str(error)) from error
         self.connection = connection
@@ -68,10 +84,13 @@ class SharedSlots:
         self._words: Words = np.frombuffer(connection.slots, np.uint64, geometry.parts_offset // WORD.size)
         shape = geometry.slots, geometry.parts, _PART_WORDS
         self._parts = np.frombuffer(connection.slots, np.uint32, math.prod(shape), geometry.parts_offset).reshape(shape)
-        self._weights, self._vectors = (
-            torch.frombuffer(connection.slots, dtype=dtype, offset=geometry.weights_offset)
-            for dtype in (DTYPES[geometry.dtype], torch.float32)
-        )
+        self.gpu: GpuSlots | None = None
+        if place is not None and connection.weights is not None:
+            self.gpu = map_slots(connection.weights, place)
+            memory = self.gpu.bytes
+        else:
+            memory = torch.frombuffer(connection.slots, dtype=torch.uint8, offset=geometry.weights_offset)
+        self._weights, self._vectors = memory.view(DTYPES[geometry.dtype]), memory.view(torch.float32)
         shared: Words = np.frombuffer(connection.region, np.uint64, connection.geometry.arena_offset // WORD.size)
         words = WriterWords(
             epoch=_at(self._words, slots.EPOCH_OFFSET, 2),
@@ -81,6 +100,12 @@ class SharedSlots:
         )
         self.watch = Watch(words, connection.epoch.encode("ascii"), connection.link.fileno())
         self.uses = Uses(_at(shared, connection.geometry.uses_offset, 4 * connection.geometry.uses).reshape(-1, 4))
+
+    def close(self) -> None:
+        """Every unit is refused from now on, also one under way. The memory of a GPU goes at once. Idempotent."""
+        self.watch.close()
+        if self.gpu is not None:
+            self.gpu.memory.release()
 
     @property
     def generation(self) -> int:
@@ -118,15 +143,30 @@ class SharedSlots:
             )
         return parts
 
+    @property
+    def slot_count(self) -> int:
+        return self._geometry.slots
+
+    @property
+    def part_slices(self) -> list[slice]:
+        """Where each leaf's parts are among those of a slot, in the order of the leaves."""
+        geometry = self._geometry
+        return [
+            slice(first, first + leaf.parts) for first, leaf in zip(geometry.first_parts, geometry.leaves, strict=True)
+        ]
+
     def forward(self, sites: Sequence[str], dtype: torch.dtype, rank: int) -> GuardedForward:
         """At plain sites that share an input of that dtype. Raises ValueError as GuardedForward does."""
-        leaves = [leaf for site in sites for leaf in self.leaves[site]]
-        arrays = {self._geometry.first_parts[leaf.number]: self._arrays(leaf, self._at(rank)) for leaf in leaves}
-        return GuardedForward(dtype, arrays)
+        views = [view for site in sites for view in self.views(site, rank)]
+        return GuardedForward(dtype, {view.parts.start: (view.a, view.b) for view in views})
 
     def part_slots(self, site: str, parts: Parts, rank: int) -> list[PartSlots]:
         """Any site as a mapping's rows see it. Raises RequestInvalid for a rank that the model does not have."""
-        return [self._part_slots(leaf, parts, self._at(rank)) for leaf in self.leaves[site]]
+        return [self._part_slots(view, parts) for view in self.views(site, rank)]
+
+    def views(self, site: str, rank: int) -> list[LeafView]:
+        """Any site as a rank sees it. Raises RequestInvalid for a rank that the model does not have."""
+        return [self._view(leaf, self._at(rank)) for leaf in self.leaves[site]]
 
     def sites_with_vectors(self, parts: Parts) -> frozenset[str]:
         """Those at which one of the slots has some."""
@@ -143,22 +183,17 @@ class SharedSlots:
             raise RequestInvalid(message, field="rank", found=rank, wanted=f"below {self._ranks}")
         return RankLeaves(rank if self._ranks > 1 else 0, self._ranks)
 
-    def _part_slots(self, leaf: Leaf, parts: Parts, at: RankLeaves) -> PartSlots:
-        geometry, shape = self._geometry, leaf.shape
-        first = geometry.first_parts[leaf.number]
+    def _part_slots(self, view: LeafView, parts: Parts) -> PartSlots:
         ranks, scales, flags = (
-            parts.by_slot(values[:, first : first + shape.parts], geometry.slots)
+            parts.by_slot(values[:, view.parts], self._geometry.slots)
             for values in (parts.ranks, parts.scales, parts.flags)
         )
-        a, b = self._arrays(leaf, at)
-        slots = SiteSlots(a, b, [int(rank) for rank in ranks], scales, shape.embedding)
-        if shape.experts:
+        slots = SiteSlots(view.a, view.b, [int(rank) for rank in ranks], scales, view.leaf.shape.embedding)
+        if view.vectors is None:
             return PartSlots(slots)
-        vectors = self._array(self._vectors, geometry.v_offsets[leaf.number], (2, shape.out_features))
-        return PartSlots(slots, at.vectors(leaf, vectors), [at.flags(leaf, int(value)) for value in flags])
+        return PartSlots(slots, view.vectors, [view.at.flags(view.leaf, int(value)) for value in flags])
 
-    def _arrays(self, leaf: Leaf, at: RankLeaves) -> tuple[torch.Tensor, torch.Tensor]:
-        """A and B of every slot, as the rank sees them."""
+    def _view(self, leaf: Leaf, at: RankLeaves) -> LeafView:
         geometry, shape = self._geometry, leaf.shape
         experts = (shape.experts,) if shape.experts else ()
         rank_by_in = geometry.max_rank, shape.in_features
@@ -166,7 +201,12 @@ class SharedSlots:
         b_shape = *experts, geometry.max_rank, shape.out_features
         a = self._array(self._weights, geometry.a_offsets[leaf.number], a_shape)
         b = self._array(self._weights, geometry.b_offsets[leaf.number], b_shape)
-        return at.a(leaf, a), at.b(leaf, b)
+        vectors = None
+        if not shape.experts:
+            both = self._array(self._vectors, geometry.v_offsets[leaf.number], (2, shape.out_features))
+            vectors = at.vectors(leaf, both)
+        first = geometry.first_parts[leaf.number]
+        return LeafView(leaf, at, slice(first, first + shape.parts), at.a(leaf, a), at.b(leaf, b), vectors)
 
     def _array(self, memory: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
         """[S, *shape]: the same place in each slot."""
@@ -197,14 +237,14 @@ class Uses:
         guard.use = self._words[index]
 
 
-def _geometry(opened: engine_service_pb2.SessionOpened) -> SlotsGeometry:
+def _geometry(opened: engine_service_pb2.SessionOpened, *, on_gpu: bool) -> SlotsGeometry:
     if not opened.HasField("model_spec"):
         raise ModelUnknown(
             "the server knew no model when the session was opened: open it with a model_spec, or once more now"
         )
     server = opened.server
     shapes = leaf_shapes(opened.model_spec)
-    return SlotsGeometry(server.slots, server.max_rank, DTYPE_NAMES[server.slot_dtype], shapes)
+    return SlotsGeometry(server.slots, server.max_rank, DTYPE_NAMES[server.slot_dtype], shapes, on_gpu)
 
 
 def _at(words: Words, offset: int, count: int = 1) -> Words:

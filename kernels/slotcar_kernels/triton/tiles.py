@@ -7,7 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-__all__ = ["MAX_RANK", "PLAN", "RANK_STEP", "Block", "Tiles", "rows_for", "tiles_for"]
+__all__ = ["BUCKETS", "MAX_RANK", "MOST_ROWS", "PLAN", "RANK_STEP", "Block", "Tiles", "rows_for", "tiles_for"]
+
+BUCKETS = (16, 64, 256, 1024)
+"""The token buckets of whoever has a choice: with the same ones, all give a row the same bits."""
+MOST_ROWS = BUCKETS[-1]
+"""Longer batches are computed piece by piece."""
 
 MAX_RANK = 256
 RANK_STEP = 16

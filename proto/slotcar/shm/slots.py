@@ -4,7 +4,7 @@ The sidecar writes it; clients of the direct plane map it for reading. It never 
 
     offset          bytes    what
     0               8        b"SLOTCARS"
-    8               4        VERSION
+    8               4        VERSION, or GPU_VERSION where the weights are in a GPU's memory
     12              4        S, number of slots
     16              4        N, number of leaves
     20              4        R, largest rank
@@ -13,12 +13,17 @@ The sidecar writes it; clients of the direct plane map it for reading. It never 
     32              16       epoch, as ASCII
     64              8        closed: 0 while the server serves
     72              8        generation of the newest layout
+    80              16       GPU_VERSION: UUID of the GPU
+    96              8        GPU_VERSION: bytes of its memory that the weights are in, some of them behind the weights
     128             8·S      mod_generation of each slot
     parts_offset    12·S·P   of each slot, of each leaf, of each of its experts: rank; scale as float32; flags
     weights_offset  S times slot_bytes; in each, for every leaf, row after row without gaps:
                              at a_offsets[leaf] A [E, R, in]; of an embedding transposed, [in, R]
                              at b_offsets[leaf] B transposed [E, R, out]
                              at v_offsets[leaf] vectors [2, out] in float32, gain and then bias; none for experts
+
+With GPU_VERSION the file ends at weights_offset, and the weights are at the start of memory that has its own descriptor
+in the hand-shake of the direct plane (CUDA's, for cuMemImportFromShareableHandle). All else is the same.
 
 A leaf is one part of a site of the ModelSpec: the leaves are in the order of its sites, and those of one site in the
 order of its parts, or it is the one leaf of a site without parts. It has all experts of the site, otherwise E is 1. The
@@ -45,6 +50,7 @@ from typing import NamedTuple
 
 MAGIC = b"SLOTCARS"
 VERSION = 2
+GPU_VERSION = 3
 DTYPES = ("float32", "float16", "bfloat16")
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 EPOCH_BYTES = 16
@@ -52,7 +58,10 @@ EPOCH_BYTES = 16
 EPOCH_OFFSET = 32
 CLOSED_OFFSET = 64
 GENERATION_OFFSET = 72
+UUID_OFFSET = 80
+GPU_BYTES_OFFSET = 96
 MODS_OFFSET = 128
+UUID_BYTES = 16
 WORD = struct.Struct("<Q")
 PART = struct.Struct("<IfI")
 GAIN, BIAS = 1, 2
@@ -95,14 +104,37 @@ def shard(features: int, rank: int, ranks: int, copies: int = 1) -> tuple[int, i
     return start, start + width
 
 
+class GpuPlace(NamedTuple):
+    """Which memory of which GPU the weights are in, as the header says."""
+
+    uuid: bytes
+    size_bytes: int
+
+    def write(self, data: memoryview) -> None:
+        data[UUID_OFFSET : UUID_OFFSET + UUID_BYTES] = self.uuid
+        WORD.pack_into(data, GPU_BYTES_OFFSET, self.size_bytes)
+
+    @classmethod
+    def read(cls, data: memoryview, geometry: SlotsGeometry) -> GpuPlace:
+        """Of a file that was checked. Raises BadSlotsFile for memory that has no room for the weights."""
+        (size,) = WORD.unpack_from(data, GPU_BYTES_OFFSET)
+        if size < geometry.weights_bytes:
+            raise BadSlotsFile(f"the slots' memory has {size} bytes, wanted {geometry.weights_bytes}")
+        return cls(bytes(data[UUID_OFFSET : UUID_OFFSET + UUID_BYTES]), size)
+
+
 @dataclass(frozen=True)
 class SlotsGeometry:
-    """Where everything is. `leaves` are in the order of the ModelSpec's sites and of their parts."""
+    """Where everything is. `leaves` are in the order of the ModelSpec's sites and of their parts.
+
+    on_gpu: the weights are in memory of their own, from its start.
+    """
 
     slots: int
     max_rank: int
     dtype: str
     leaves: Sequence[LeafShape]
+    on_gpu: bool = False
     a_offsets: tuple[int, ...] = field(init=False)
     b_offsets: tuple[int, ...] = field(init=False)
     v_offsets: tuple[int, ...] = field(init=False)
@@ -111,6 +143,7 @@ class SlotsGeometry:
     slot_bytes: int = field(init=False)
     parts_offset: int = field(init=False)
     weights_offset: int = field(init=False)
+    weights_bytes: int = field(init=False)
     total_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -132,7 +165,8 @@ class SlotsGeometry:
             ("slot_bytes", slot_bytes),
             ("parts_offset", parts_offset),
             ("weights_offset", weights_offset),
-            ("total_bytes", weights_offset + self.slots * slot_bytes),
+            ("weights_bytes", self.slots * slot_bytes),
+            ("total_bytes", weights_offset + (0 if self.on_gpu else self.slots * slot_bytes)),
         ):
             object.__setattr__(self, name, value)
 
@@ -140,6 +174,7 @@ class SlotsGeometry:
         return MODS_OFFSET + WORD.size * slot
 
     def slot_offset(self, slot: int) -> int:
+        """In the file, whose weights these are."""
         return self.weights_offset + self.slot_bytes * slot
 
     def part_offset(self, slot: int, leaf: int, expert: int = 0) -> int:
@@ -149,7 +184,7 @@ class SlotsGeometry:
         """The first bytes of the file."""
         return _HEADER.pack(
             MAGIC,
-            VERSION,
+            GPU_VERSION if self.on_gpu else VERSION,
             self.slots,
             len(self.leaves),
             self.max_rank,

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from functools import partial
 
 from slotcar.shm.mapping import map_file, use_huge_pages
-from slotcar.shm.slots import CLOSED_OFFSET, GENERATION_OFFSET, PART, WORD, SlotsGeometry
+from slotcar.shm.slots import CLOSED_OFFSET, GENERATION_OFFSET, PART, WORD, GpuPlace, SlotsGeometry
 
 from slotcar_sidecar.core.ids import SlotId
 from slotcar_sidecar.core.layout import Layout
@@ -21,10 +21,13 @@ __all__ = ["SlotsFile"]
 
 
 class SlotsFile:
-    """The words of proto/slotcar/shm/slots.py and, behind them, the weights. Only the owner's thread publishes."""
+    """The words of proto/slotcar/shm/slots.py and, behind them, the weights unless they are in a GPU's memory.
 
-    def __init__(self, geometry: SlotsGeometry, epoch: str) -> None:
-        """Raises CapacityExceeded."""
+    Only the owner's thread publishes.
+    """
+
+    def __init__(self, geometry: SlotsGeometry, epoch: str, gpu: GpuPlace | None = None) -> None:
+        """`gpu` is where the weights are, of a geometry on a GPU. Raises CapacityExceeded."""
         self.geometry = geometry
         mapped = partial(map_file, writable=True)
         self.descriptor, self.memory = sealed_memory("slotcar-slots", geometry.total_bytes, mapped, writable=False)
@@ -34,6 +37,8 @@ class SlotsFile:
         self._mods = [0] * geometry.slots
         header = geometry.header(epoch)
         self.memory[: len(header)] = header
+        if gpu is not None:
+            gpu.write(self.memory)
         self._with_huge_pages: set[SlotId] = set()
 
     def publish(self, layout: Layout) -> None:

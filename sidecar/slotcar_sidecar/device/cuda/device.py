@@ -10,9 +10,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import torch
+from slotcar.shm.slots import EPOCH_BYTES
 from slotcar_kernels.buffers import DTYPES
+from slotcar_kernels.moved import Moved
 from slotcar_kernels.seed import GAIN
 from torch import Tensor
 
@@ -23,13 +26,15 @@ from slotcar_sidecar.core.layout import Layout
 from slotcar_sidecar.core.model import ModelSpec
 from slotcar_sidecar.core.ports import Batch, HostAdapter
 from slotcar_sidecar.core.tensor import Matrix
-from slotcar_sidecar.device.cuda.lane import Lane, Moved, SiteRows
+from slotcar_sidecar.device.cuda.exports import SlotsMemory
+from slotcar_sidecar.device.cuda.lane import Lane, SiteRows
 from slotcar_sidecar.device.cuda.machine import Machine
 from slotcar_sidecar.device.cuda.slots import DeviceSlots
 from slotcar_sidecar.device.cuda.uploads import Uploads
 from slotcar_sidecar.device.fits import Fits
-from slotcar_sidecar.device.leaves import LeafArrays, SlotParts, flags_of, parts_of, slot_holds
+from slotcar_sidecar.device.leaves import NOTHING, LeafArrays, SlotParts, flags_of, parts_of, slot_holds
 from slotcar_sidecar.device.matrices import to_matrix, to_tensor, to_tensor_or_none
+from slotcar_sidecar.device.slots_file import SlotsFile
 from slotcar_sidecar.device.weights import host_tensors
 
 __all__ = ["CudaBatch", "CudaDevice"]
@@ -53,7 +58,13 @@ class CudaDevice:
     kernel = "triton"
 
     def __init__(
-        self, machine: Machine, slots: int, max_rank: int, slot_dtype: str = "float32", poison: bool = False
+        self,
+        machine: Machine,
+        slots: int,
+        max_rank: int,
+        slot_dtype: str = "float32",
+        poison: bool = False,
+        epoch: str = "0" * EPOCH_BYTES,
     ) -> None:
         self.slots = slots
         self.max_rank = max_rank
@@ -64,6 +75,8 @@ class CudaDevice:
         """Called, in any thread, once it does not."""
         self._machine = machine
         self._poison = poison
+        self._epoch = epoch
+        self._file: SlotsFile | None = None
         self._fits: Fits | None = None
         self._slots: DeviceSlots | None = None
         self._uploads: Uploads | None = None
@@ -77,8 +90,10 @@ class CudaDevice:
         assert self._slots is None, "a device is shaped once"
         stream, shape = self._machine.stream(), (self.slots, self.max_rank, self.slot_dtype)
         with stream.current():
-            made = DeviceSlots(model, shape, self._machine.device, self._poison)
+            made = DeviceSlots(model, shape, self._machine, self._poison)
         stream.event().wait()
+        if made.memory.place is not None:
+            self._file = SlotsFile(made.geometry, self._epoch, made.memory.place)
         self._fits = Fits(model, self.max_rank, self.slot_dtype)
         self._uploads, self._slots = Uploads(self._machine, made, self._poison), made
 
@@ -99,11 +114,25 @@ class CudaDevice:
         model = self._slots.model if self._slots is not None else None
         return model.slot_bytes(self.max_rank, DTYPES[self.slot_dtype].itemsize) if model is not None else 0
 
+    @property
+    def file(self) -> SlotsFile | None:
+        """What clients of the direct plane map beside `memory`; None before `shape`, and where they cannot have it."""
+        return self._file
+
+    @property
+    def memory(self) -> SlotsMemory | None:
+        """What the slots lie in; None before `shape`."""
+        return None if self._slots is None else self._slots.memory
+
     def publish(self, layout: Layout) -> None:
-        """No other process reads these slots."""
+        """Tells readers in other processes which slots begin to change."""
+        if self._file is not None:
+            self._file.publish(layout)
 
     def close(self) -> None:
-        """Nobody is to be told."""
+        """Tells readers in other processes that nobody looks after the slots any more. Idempotent."""
+        if self._file is not None:
+            self._file.close()
 
     def losses(self, weights: HostAdapter) -> tuple[str, ...]:
         """What a cast to the slot dtype makes zero, for people. Raises what `check` raises."""
@@ -126,6 +155,9 @@ class CudaDevice:
         host, uploads = host_tensors(weights), self._uploads
         parts = parts_of(self._slots.model, host)
         self._parts[slot] = {}
+        if self._file is not None:
+            written = (parts.get(leaf.name, (NOTHING,) * leaf.experts) for leaf in self._slots.model.leaves)
+            self._file.write_parts(slot, chain.from_iterable(written))
         self._asked(lambda: uploads.fill(slot, host, parts))
         self._parts[slot] = parts
 

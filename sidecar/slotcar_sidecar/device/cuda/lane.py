@@ -10,23 +10,15 @@ from dataclasses import dataclass
 from itertools import product
 
 import torch
-from slotcar_kernels.seed import BIAS, GAIN
+from slotcar_kernels.moved import Moved, move
+from slotcar_kernels.triton.tiles import BUCKETS, MOST_ROWS
 from torch import Tensor
 
-from slotcar_sidecar.device.cuda.launches import BUCKETS, MOST_ROWS, BucketPlan, Kind, SiteLaunch
+from slotcar_sidecar.device.cuda.launches import BucketPlan, Kind, SiteLaunch
 from slotcar_sidecar.device.cuda.machine import Machine
 from slotcar_sidecar.device.cuda.slots import DeviceSlots
 
-__all__ = ["Lane", "Moved", "SiteRows"]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Moved:
-    """A part whose slots have vectors: its columns, [S, 2, out] float32, and the flags of the slots that have some."""
-
-    columns: slice
-    vectors: Tensor
-    flags: Mapping[int, int]
+__all__ = ["Lane", "SiteRows"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,7 +101,7 @@ class Lane:
             out.zero_()
         y = out if site.y is site.base or site.y is None else site.y[rows].to(out.device)
         for moved in site.moved:
-            _move(moved, slots, out[:, moved.columns], y[:, moved.columns])
+            move(moved, slots, out[:, moved.columns], y[:, moved.columns])
 
     def _finish(self, pending: dict[SiteLaunch, Tensor]) -> None:
         """Waits for the work so far, and hands over what it gave."""
@@ -137,15 +129,3 @@ class Lane:
             found = self._launches[kind] = SiteLaunch(kind, plan, parts, self._machine, self._stream)
         self._by_site[wanted] = found
         return found
-
-
-def _move(moved: Moved, slots: Sequence[int], out: Tensor, y: Tensor) -> None:
-    """out += gain[s] ⊙ y + bias[s] for the rows of slots with vectors, in float32, rounded once; y may be `out`."""
-    chosen = [(row, slot, moved.flags[slot]) for row, slot in enumerate(slots) if moved.flags.get(slot)]
-    if not chosen:
-        return
-    rows, of_slots, flags = torch.tensor(chosen).to(out.device).unbind(1)
-    vectors = moved.vectors.index_select(0, of_slots)
-    gain, bias = ((flags & bit).bool()[:, None] for bit in (GAIN, BIAS))
-    by = torch.where(bias, vectors[:, 1], 0.0) + torch.where(gain, vectors[:, 0] * y[rows].float(), 0.0)
-    out[rows] = (out[rows].float() + by).to(out.dtype)

@@ -16,11 +16,7 @@ from torch import Tensor
 
 from slotcar_sidecar.device.cuda.machine import Machine, Stream
 
-__all__ = ["BUCKETS", "MOST_ROWS", "BucketPlan", "Kind", "SiteLaunch"]
-
-BUCKETS = (16, 64, 256, 1024)
-MOST_ROWS = BUCKETS[-1]
-"""Longer batches are computed piece by piece, in the memory of one."""
+__all__ = ["BucketPlan", "Kind", "SiteLaunch"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,10 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
+from slotcar_kernels import vmm
 from torch import Tensor
+
+from slotcar_sidecar.device.cuda.exports import SlotsMemory, exportable
 
 __all__ = ["Event", "Gpu", "Machine", "Stream"]
 
@@ -49,6 +52,9 @@ class Machine(Protocol):
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory of the host that the GPU copies from and to while others compute; with any values."""
 
+    def slots_memory(self, size_bytes: int) -> SlotsMemory:
+        """Memory on the device, with any values, for others to map if that can be. Raises torch.OutOfMemoryError."""
+
     def is_lost(self) -> bool:
         """Whether the GPU computes no more for this process, whatever it is asked."""
 
@@ -64,6 +70,13 @@ class Gpu:
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def slots_memory(self, size_bytes: int) -> SlotsMemory:
+        torch.empty(1, device=self.device)  # so that the thread has the device's context
+        return exportable(vmm.LIBRARY, self.device, size_bytes, self._to_tensor)
+
+    def _to_tensor(self, memory: vmm.GpuMemory) -> Tensor:
+        return torch.as_tensor(memory, device=self.device)
 
     def is_lost(self) -> bool:
         try:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from slotcar_sidecar.core.errors import CapacityExceeded
 from slotcar_sidecar.core.model import ModelSpec
+from slotcar_sidecar.device.cuda.machine import Machine
 from slotcar_sidecar.device.leaves import LeafArrays
 
 __all__ = ["DeviceSlots"]
@@ -23,22 +24,22 @@ __all__ = ["DeviceSlots"]
 class DeviceSlots:
     """S slots for a model; each has, per leaf, A, Bᵀ and vectors, and a rank and a scale for each of its experts."""
 
-    def __init__(self, model: ModelSpec, shape: tuple[int, int, str], device: torch.device, poison: bool) -> None:
+    def __init__(self, model: ModelSpec, shape: tuple[int, int, str], machine: Machine, poison: bool) -> None:
         """shape: number of slots, largest rank, dtype. Raises CapacityExceeded."""
-        self.model, self.device = model, device
+        self.model, self.device = model, machine.device
         self.count, self.max_rank, dtype = shape
         leaves = [
             LeafShape(leaf.in_features, leaf.out_features, leaf.site.experts, leaf.site.kind == "embedding")
             for leaf in model.leaves
         ]
-        geometry = SlotsGeometry(self.count, self.max_rank, dtype, leaves)
-        needed = self.count * geometry.slot_bytes
+        self.geometry = geometry = SlotsGeometry(self.count, self.max_rank, dtype, leaves, on_gpu=True)
+        needed = geometry.weights_bytes
         try:
-            memory = torch.empty(needed, dtype=torch.uint8, device=device)
+            self.memory = machine.slots_memory(needed)
         except torch.OutOfMemoryError:
             message = f"{self.count} slots of {geometry.slot_bytes} bytes are more than the GPU has left"
             raise CapacityExceeded(message, found=needed) from None
-        weights, vectors = memory.view(DTYPES[dtype]), memory.view(torch.float32)
+        weights, vectors = self.memory.bytes.view(DTYPES[dtype]), self.memory.bytes.view(torch.float32)
         if poison:
             weights.fill_(math.nan)
         self.arrays = {

@@ -14,7 +14,7 @@ import torch
 from slotcar.v1 import engine_service_pb2, plane_pb2
 from slotcar_client import errors
 from slotcar_client.rpc import Rpc
-from slotcar_client.transports import direct, shared_slots
+from slotcar_client.transports import direct, mapped, shared_slots
 from slotcar_client.transports.connection import Connection
 from slotcar_client.transports.direct import DirectTransport
 from slotcar_kernels import eager, native
@@ -309,7 +309,7 @@ def test_a_call_is_prepared_once_and_caches_are_bounded(
     writer: SlotsWriter, transport: DirectTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sites, batches = counted(monkeypatch, shared_slots, "GuardedForward"), counted(monkeypatch, direct, "GuardedBatch")
-    monkeypatch.setattr(direct, "_MOST_MAPPINGS", 2)
+    monkeypatch.setattr(mapped, "_MOST_MAPPINGS", 2)
     monkeypatch.setattr(direct, "_MOST_BATCHES", 3)
     x, mapping = rows(2, "q"), writer.map(0, 1)
     for _ in range(3):
@@ -321,7 +321,7 @@ def test_a_call_is_prepared_once_and_caches_are_bounded(
         transport.forward(forward(writer, writer.map(0, mapping_id=count), (2,), {"q": x}))
     assert len(sites) == 1
     assert transport._forwards is not None
-    assert len(transport._forwards._mapped) == 2
+    assert len(transport._forwards._mapped._made) == 2
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[Any]:
