@@ -13,7 +13,15 @@ SOAK_FLAGS ?=
 DEMO_FLAGS ?=
 # More options for the benchmarks, such as --out FILE.jsonl, or the names of some of them.
 BENCH_FLAGS ?=
+# The images that `make image` builds; from other bases than those that it makes of Debian's packages, if both are given;
+# and more options for buildah, such as --no-cache.
+IMAGE ?= localhost/slotcar:$(VERSION)
+INJECTOR_IMAGE ?= localhost/slotcar-injector:$(VERSION)
+BASE ?=
+BUILD_BASE ?=
+IMAGE_FLAGS ?=
 
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 # Triton for the tests of the GPU kernels: what a GPU's torch 2.11 brings, and the newest. Each has a folder of its own, as
@@ -22,6 +30,10 @@ TRITON_VERSIONS := 3.6.0 3.9.0
 TRITON := $(patsubst %,.triton/%/.installed,$(TRITON_VERSIONS))
 VLLM := .venv-vllm/bin/python
 VLLM_INSTALLED := .venv-vllm/.installed
+K8S := .venv-k8s/bin/python
+K8S_INSTALLED := .venv-k8s/.installed
+WHEELS := build/image/wheels/.complete
+OWN_BASES := localhost/slotcar-base:bookworm localhost/slotcar-build-base:bookworm
 WIRE := tests/golden/slotcar.v1.txt
 METRICS := tests/golden/metrics.txt
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
@@ -42,10 +54,10 @@ test-vllm bench-vllm: export VLLM_NO_USAGE_STATS := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-full test-ops test-kernels triton-table test-vllm soak lint format proto docs golden bench bench-full bench-vllm native train-adapters lock apt apt-full build clean
+.PHONY: help install demo test test-full test-ops test-kernels triton-table test-vllm test-k8s golden-k8s image test-image soak lint format proto docs golden bench bench-full bench-vllm native train-adapters lock apt apt-full apt-image build clean
 
 help: ## Show this list
-	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | \
+	@grep -hE '^[a-z0-9-]+:.*## ' Makefile | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | \
 		while IFS='	' read -r name text; do printf '  make %-15s %s\n' "$$name" "$$text"; done
 
 install: $(INSTALLED) ## Make .venv with everything for development, if it is missing or out of date
@@ -64,12 +76,12 @@ demo: $(INSTALLED) ## See three adapters answer side by side, and an eviction th
 	$(BIN)/slotcar demo $(DEMO_FLAGS)
 
 test: $(INSTALLED) $(firstword $(TRITON)) ## Run the fast part of every suite, ten to fifteen minutes on two cores
-	$(BIN)/pytest -n 2 -m 'not full and not gpu and not ops' $(PYTEST_FLAGS)
+	$(BIN)/pytest -n 2 -m 'not full and not gpu and not ops and not image' $(PYTEST_FLAGS)
 
 test-full: $(INSTALLED) $(TRITON) ## Run every suite that needs no GPU, the long ones too
-	$(BIN)/pytest -n 2 -m 'not gpu and not ops' $(PYTEST_FLAGS)
+	$(BIN)/pytest -n 2 -m 'not gpu and not ops and not image' $(PYTEST_FLAGS)
 
-test-ops: $(INSTALLED) ## Run the tests with a real Prometheus, a minute on two cores; `make apt` installs it
+test-ops: $(INSTALLED) ## Run the tests with a real Prometheus and a real browser, two minutes on two cores; `make apt` installs them
 	$(BIN)/pytest -m ops $(PYTEST_FLAGS)
 
 test-kernels: $(INSTALLED) $(TRITON) ## Run all tests of the GPU kernels, without a GPU, half an hour on one core
@@ -91,6 +103,45 @@ $(VLLM_INSTALLED): pyproject.toml hatch_build.py constraints/vllm.txt tests/vllm
 	@echo 'installing vLLM into .venv-vllm; the first time takes some minutes, and 3.5 GB'
 	$(PYTHON) tests/vllm/environment.py .venv-vllm $(PIP_FLAGS)
 	@touch $@
+
+image: $(WHEELS) ## Build the images of sidecar and injector, without a registry of images; `make apt-image` and root
+	$(if $(BASE),,$(SUDO) deploy/image/bases.sh $(OWN_BASES))
+	$(call build_image,injector,$(INJECTOR_IMAGE))
+	$(call build_image,cpu,$(IMAGE))
+	$(SUDO) buildah images $(IMAGE)
+	$(SUDO) buildah images $(INJECTOR_IMAGE)
+
+# $(call build_image,TARGET,NAME). Times are the commit's, so that the same commit and wheels give the same image.
+build_image = $(SUDO) buildah bud --isolation chroot --layers --file deploy/Dockerfile --target $(1) --tag $(2) \
+	--build-context wheels=$(dir $(WHEELS)) --build-arg PIP_NO_INDEX=1 --build-arg PIP_FIND_LINKS=/wheels \
+	--build-arg BASE=$(or $(BASE),$(word 1,$(OWN_BASES))) \
+	--build-arg BUILD_BASE=$(or $(BUILD_BASE),$(word 2,$(OWN_BASES))) \
+	--build-arg VERSION=$(VERSION) --build-arg REVISION=$$(git describe --always --dirty --abbrev=40 --exclude '*') \
+	--timestamp $$(git log -1 --format=%ct) $(IMAGE_FLAGS) .
+
+# What the images install, for .venv's version of Python. pip has its settings here, and in the build no network.
+$(WHEELS): pyproject.toml constraints/dev.txt constraints/image.txt | $(INSTALLED)
+	mkdir -p $(@D)
+	$(BIN)/python deploy/image/requirements.py slotcar hf injector otel s3 > $(@D)/requirements.txt
+	$(BIN)/pip download -q $(PIP_FLAGS) -d $(@D) -r $(@D)/requirements.txt hatchling
+	PIP_CONSTRAINT=constraints/image.txt $(BIN)/pip download -q $(PIP_FLAGS) -d $(@D) cyclonedx-bom
+	@touch $@
+
+test-image: export SLOTCAR_IMAGE := $(IMAGE)
+test-image: export SLOTCAR_INJECTOR_IMAGE := $(INJECTOR_IMAGE)
+test-image: $(INSTALLED) ## Run the images that `make image` built, locked up, with engines outside them, five minutes on two cores
+	$(BIN)/pytest -m image tests/image $(PYTEST_FLAGS)
+
+test-k8s: $(K8S_INSTALLED) ## Run the tests of the Kubernetes injector, in an environment of its own, two minutes on two cores
+	$(K8S) -m pytest --confcutdir tests/k8s tests/k8s $(PYTEST_FLAGS)
+
+$(K8S_INSTALLED): pyproject.toml constraints/k8s.txt tests/k8s/environment.py
+	@echo "installing the injector and its tests' tools into .venv-k8s; the first time takes half a minute"
+	$(PYTHON) tests/k8s/environment.py .venv-k8s $(PIP_FLAGS)
+	@touch $@
+
+golden-k8s: $(K8S_INSTALLED) ## Accept a change of injected pods into tests/k8s/golden, and of the table in docs/kubernetes.md
+	$(K8S) -m tests.k8s.golden
 
 soak: $(INSTALLED) ## Kill clients and servers for MINUTES (10) and recompute every row offline
 	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(SOAK_FLAGS)
@@ -149,19 +200,26 @@ lock: ## Rewrite constraints/dev.txt with the newest versions that constraints/p
 		  "$$new/venv/bin/pip" freeze --all --exclude pip --exclude slotcar | sed 's/+[A-Za-z0-9.]*$$//'; \
 		} > "$$new/dev.txt" && cp "$$new/dev.txt" constraints/dev.txt
 
-apt: ## Install the Debian packages that some suites need (Prometheus, a C++ compiler)
-	@{ command -v prometheus && command -v promtool && command -v g++; } >/dev/null || { $(SUDO) apt-get update -q && \
+apt: ## Install the Debian packages that some suites need (Prometheus, Chromium, a C++ compiler)
+	@{ command -v prometheus && command -v promtool && command -v chromedriver && command -v g++; } >/dev/null || { \
+		$(SUDO) apt-get update -q && \
 		$(SUDO) env DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 \
-			apt-get install -q -y --no-install-recommends prometheus g++; }
+			apt-get install -q -y --no-install-recommends prometheus chromium chromium-driver fonts-dejavu-core g++; }
 
 apt-full: apt ## And those that the long suites need (a compiler and an emulator for aarch64)
 	@{ command -v aarch64-linux-gnu-g++ && command -v qemu-aarch64; } >/dev/null || { $(SUDO) apt-get update -q && \
 		$(SUDO) env DEBIAN_FRONTEND=noninteractive \
 			apt-get install -q -y --no-install-recommends g++-aarch64-linux-gnu qemu-user; }
 
+apt-image: ## And those that build and run images (buildah, podman, runc, debootstrap)
+	@{ command -v buildah && command -v podman && command -v runc && command -v debootstrap; } >/dev/null || { \
+		$(SUDO) apt-get update -q && \
+		$(SUDO) env DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 \
+			apt-get install -q -y --no-install-recommends buildah podman runc debootstrap; }
+
 build: $(INSTALLED) ## Build the wheel into dist/
 	$(BIN)/pip wheel --no-deps --wheel-dir dist .
 
 clean: ## Remove build outputs and the caches of tools; .venv and the demo's model stay
 	rm -rf build dist .triton/cache .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	find proto kernels sidecar clients tests examples -name __pycache__ -prune -exec rm -rf {} +
+	find proto kernels sidecar clients deploy tests examples -name __pycache__ -prune -exec rm -rf {} +

@@ -10,6 +10,7 @@ with connect("unix:///run/slotcar/slotcar.sock") as client:
 """
 
 from slotcar_client.client import Client, connect
+from slotcar_client.credentials import Credentials
 from slotcar_client.entries import BASE
 from slotcar_client.errors import (
     AdapterConflict,
@@ -30,6 +31,7 @@ from slotcar_client.errors import (
     MappingReplaced,
     ModelMismatch,
     ModelUnknown,
+    NotAllowed,
     RequestInvalid,
     SessionClosed,
     SessionNotFound,
@@ -41,6 +43,7 @@ from slotcar_client.errors import (
     SourceDenied,
     SourceUnavailable,
     TransportError,
+    Unauthenticated,
     Unavailable,
     VersionMismatch,
 )
@@ -63,6 +66,7 @@ from slotcar_client.values import (
     Prefetched,
     ServerInfo,
     SessionInfo,
+    Settings,
     SiteReport,
     Slot,
     Snapshot,
@@ -83,6 +87,7 @@ __all__ = [
     "CapacityExceeded",
     "Client",
     "ClientClosed",
+    "Credentials",
     "DeadlineExceeded",
     "DesiredAdapter",
     "DesiredFile",
@@ -104,6 +109,7 @@ __all__ = [
     "MappingReplaced",
     "ModelMismatch",
     "ModelUnknown",
+    "NotAllowed",
     "PendingForward",
     "Prefetched",
     "RankSession",
@@ -113,6 +119,7 @@ __all__ = [
     "SessionClosed",
     "SessionInfo",
     "SessionNotFound",
+    "Settings",
     "ShapeMismatch",
     "ShuttingDown",
     "SiteReport",
@@ -124,6 +131,7 @@ __all__ = [
     "SourceDenied",
     "SourceUnavailable",
     "TransportError",
+    "Unauthenticated",
     "Unavailable",
     "UnloadReport",
     "VersionMismatch",

@@ -9,7 +9,8 @@ from types import TracebackType
 from typing import Self, TypeVar, Unpack
 
 from slotcar_client import convert, verbs
-from slotcar_client.config import default_target, grpc_target, unix_path
+from slotcar_client.config import default_files, default_target, unix_path
+from slotcar_client.credentials import Address, Credentials
 from slotcar_client.effects import Plan, run
 from slotcar_client.events import EventStream
 from slotcar_client.options import RankSettings, SessionOptions, SessionSettings, checked_timeout
@@ -25,6 +26,7 @@ from slotcar_client.values import (
     LoadReport,
     Prefetched,
     SessionInfo,
+    Settings,
     Snapshot,
     UnloadReport,
 )
@@ -35,20 +37,33 @@ SessionT = TypeVar("SessionT", bound=MappedSession)
 DEFAULT_TIMEOUT_SECONDS = 60.0
 
 
-def connect(target: str | None = None, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> Client:
+def connect(
+    target: str | None = None,
+    *,
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    credentials: Credentials | None = None,
+) -> Client:
     """A client of the sidecar at `target`: unix:///path, tcp://host:port or host:port; by default $SLOTCAR_TARGET.
 
-    timeout_seconds: the deadline of each call. Nothing is sent before the first call. Raises RequestInvalid.
+    timeout_seconds: the deadline of each call. credentials: by default the files that $SLOTCAR_TLS_CA,
+    $SLOTCAR_TLS_CERT, $SLOTCAR_TLS_KEY and $SLOTCAR_TOKEN_FILE name; at a unix socket none are needed. Nothing is sent
+    before the first call. Raises RequestInvalid.
     """
-    return Client(target if target is not None else default_target(), checked_timeout(timeout_seconds))
+    return Client(address(target, credentials), checked_timeout(timeout_seconds))
+
+
+def address(target: str | None = None, credentials: Credentials | None = None) -> Address:
+    """Where the sidecar is and what to show it, by default what the environment says. Raises RequestInvalid."""
+    shown = credentials if credentials is not None else Credentials(**default_files())
+    return Address(target if target is not None else default_target(), shown)
 
 
 class Client:
     """Made by `connect`; a context that closes the channel and the sessions. Every method raises SlotcarError."""
 
-    def __init__(self, target: str, timeout_seconds: float) -> None:
-        self.target = target
-        self._rpc = Rpc(grpc_target(target), timeout_seconds)
+    def __init__(self, address: Address, timeout_seconds: float) -> None:
+        self.target = address.target
+        self._rpc = Rpc(address, timeout_seconds)
         self._sessions: weakref.WeakSet[MappedSession] = weakref.WeakSet()
 
     # Adapters
@@ -139,6 +154,23 @@ class Client:
     def events(self, replay: int = 0) -> EventStream:
         """Everything that happens from this call on, after up to `replay` events of the past; close it to stop."""
         return EventStream(self._open(), replay)
+
+    # The server itself
+
+    def settings(self) -> Settings:
+        """What the server's process is, and the settings in force."""
+        return self._run(verbs.settings())
+
+    def set_log_level(self, level: str) -> str:
+        """Changes how much the server logs: "debug", "info", "warning" or "error". Returns the level before."""
+        return self._run(verbs.set_log_level(level))
+
+    def shut_down(self, deadline_seconds: float | None = None) -> float:
+        """Ends the server as SIGTERM does; returns at once, with the seconds that sessions may go on computing.
+
+        deadline_seconds: at most so long; by default what the server is set to. The nearest of several counts.
+        """
+        return self._run(verbs.shut_down(deadline_seconds))
 
     # Engines
 

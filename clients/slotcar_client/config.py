@@ -1,4 +1,4 @@
-"""The client's only reading of its surroundings: where the sidecar is when the caller does not say, its own version."""
+"""The client's only reading of its surroundings: where the sidecar is, what to show it, and this client's version."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from slotcar_client.errors import RequestInvalid
 TARGET_VARIABLE = "SLOTCAR_TARGET"
 # Where `slotcar serve` listens when nobody says otherwise.
 DEFAULT_TARGET = "unix:///run/slotcar/slotcar.sock"
+CREDENTIALS = ("tls_ca", "tls_cert", "tls_key", "token_file")
 _WANTED = "unix:///path, tcp://host:port or host:port"
 
 
@@ -28,6 +29,11 @@ def client_version() -> str:
 def chosen_target(environ: Mapping[str, str] = os.environ) -> str:
     """The target that the environment names, "" when it names none."""
     return environ.get(TARGET_VARIABLE, "")
+
+
+def default_files(environ: Mapping[str, str] = os.environ) -> dict[str, str | None]:
+    """The files of credentials that the environment names, by the fields of `Credentials`."""
+    return {name: environ.get(f"SLOTCAR_{name.upper()}") or None for name in CREDENTIALS}
 
 
 def default_target(environ: Mapping[str, str] = os.environ) -> str:

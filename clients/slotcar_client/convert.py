@@ -7,7 +7,15 @@ from dataclasses import fields
 from typing import Any
 
 from google.protobuf import duration_pb2
-from slotcar.v1 import adapter_pb2, adapter_service_pb2, engine_service_pb2, layout_pb2, plane_pb2, tensor_pb2
+from slotcar.v1 import (
+    adapter_pb2,
+    adapter_service_pb2,
+    engine_service_pb2,
+    layout_pb2,
+    operator_service_pb2,
+    plane_pb2,
+    tensor_pb2,
+)
 
 from slotcar_client import values
 
@@ -197,6 +205,25 @@ def _mapping(message: adapter_service_pb2.MappingStatus) -> values.MappingInfo:
 def _hold(message: adapter_service_pb2.HoldStatus) -> values.HoldInfo:
     left = seconds(message.left) if message.HasField("left") else None
     return values.HoldInfo(message.hold_id, message.ref, tier(message.tier), left)
+
+
+def log_level(value: int) -> str:
+    return _word(operator_service_pb2.LogLevel.Name, "LOG_LEVEL_", value)
+
+
+def settings(message: operator_service_pb2.GetSettingsResponse) -> values.Settings:
+    return values.Settings(
+        server_version=message.version,
+        state=_word(operator_service_pb2.ServerState.Name, "SERVER_STATE_", message.state),
+        log_level=log_level(message.log_level),
+        pid=message.pid,
+        started_seconds=message.started.seconds + message.started.nanos / 1e9,
+        working_directory=message.working_directory,
+        addresses=tuple(message.addresses),
+        metrics_url=message.metrics_url,
+        settings=dict(message.settings),
+        version=version(message.layout),
+    )
 
 
 def event(message: adapter_service_pb2.WatchEventsResponse, missed: int) -> values.Event:

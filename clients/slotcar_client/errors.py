@@ -12,6 +12,7 @@ SlotcarError                    also a row that only a newer server knows
 │   └── MappingReplaced         this side set no such mapping, or set another with its id
 ├── ShapeMismatch · SiteUnknown · RequestInvalid
 ├── VersionMismatch · ShuttingDown · DeviceLost
+├── Unauthenticated · NotAllowed
 ├── InternalError
 │   └── AuditFailed             an answer is not the answer to the question; its tensors were thrown away
 └── TransportError              gRPC failed without a row of the table
@@ -177,6 +178,16 @@ class DeviceLost(SlotcarError):
     default_code = grpc.StatusCode.UNAVAILABLE
 
 
+class Unauthenticated(SlotcarError):
+    default_reason = "UNAUTHENTICATED"
+    default_code = grpc.StatusCode.UNAUTHENTICATED
+
+
+class NotAllowed(SlotcarError):
+    default_reason = "NOT_ALLOWED"
+    default_code = grpc.StatusCode.PERMISSION_DENIED
+
+
 class InternalError(SlotcarError):
     default_reason = "INTERNAL"
     default_code = grpc.StatusCode.INTERNAL
@@ -233,6 +244,8 @@ BY_REASON: dict[str, type[SlotcarError]] = {
         VersionMismatch,
         ShuttingDown,
         DeviceLost,
+        Unauthenticated,
+        NotAllowed,
         InternalError,
     )
 }

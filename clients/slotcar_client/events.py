@@ -53,12 +53,15 @@ class EventStream:
         """Subscribes, first to up to `replay` events of the past. Raises SlotcarError."""
         self._closed = False
         self._reader = EventReader()
-        self._call: Any = rpc.stream(adapter_service_pb2.WatchEventsRequest(replay=replay))
-        greeting = self._receive()
+        greeting = rpc.identified(lambda: self._subscribed(rpc, replay))
         if greeting is not None:
             self._reader.take(greeting)
         self.since: LayoutVersion = self._reader.since
         self.replayed: int = self._reader.replayed
+
+    def _subscribed(self, rpc: Rpc, replay: int) -> adapter_service_pb2.WatchEventsResponse | None:
+        self._call: Any = rpc.stream(adapter_service_pb2.WatchEventsRequest(replay=replay))
+        return self._receive()
 
     def __iter__(self) -> Self:
         return self

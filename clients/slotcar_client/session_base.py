@@ -295,7 +295,7 @@ class MappedSession:
             self._queued.discard(future)
 
     def _open(self, effect: Open) -> engine_service_pb2.SessionOpened:
-        stream = SessionStream(self._rpc, effect.request, self._resume)
+        stream = self._rpc.identified(lambda: SessionStream(self._rpc, effect.request, self._resume))
         if self._stream is not None:
             self._stream.cancel()
         self._stream = stream

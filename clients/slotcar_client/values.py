@@ -189,6 +189,27 @@ class Capacity:
 
 
 @dataclass(frozen=True, slots=True)
+class Settings:
+    """The server's process and the settings in force, by flag without dashes; no secret is among them.
+
+    `state` is "waiting_for_model" (ready, but for the model), "serving", "shutting_down" or "device_lost"; `log_level`
+    one of LOG_LEVELS; `started_seconds` Unix time by the server's clock; `pid` as the server itself sees it. Relative
+    paths belong to `working_directory`; `metrics_url` is "" where there is none.
+    """
+
+    server_version: str
+    state: str
+    log_level: str
+    pid: int
+    started_seconds: float
+    working_directory: str
+    addresses: tuple[str, ...]
+    metrics_url: str
+    settings: dict[str, str]
+    version: LayoutVersion
+
+
+@dataclass(frozen=True, slots=True)
 class MappingInfo:
     """A session's mapping; `refs` has "name@digest" once for each adapter. It is `current` if no slot of it changed."""
 

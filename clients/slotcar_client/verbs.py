@@ -1,4 +1,4 @@
-"""What operators and engines ask of the adapter service, as plans that either face performs."""
+"""What operators and engines ask of the adapter and operator services, as plans that either face performs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from google.protobuf.message import Message
-from slotcar.v1 import adapter_pb2, adapter_service_pb2
+from slotcar.v1 import adapter_pb2, adapter_service_pb2, operator_service_pb2
 
 from slotcar_client import convert
 from slotcar_client.effects import Call, Plan
@@ -20,11 +20,14 @@ from slotcar_client.values import (
     LoadReport,
     Prefetched,
     SessionInfo,
+    Settings,
     Snapshot,
     UnloadReport,
 )
 
 PAGE_SIZE = 1000
+MOST_DEADLINE_SECONDS = 24 * 3600
+LOG_LEVELS = ("debug", "info", "warning", "error")
 _TIERS = {"device": adapter_pb2.TIER_DEVICE, "host": adapter_pb2.TIER_HOST, "disk": adapter_pb2.TIER_DISK}
 
 
@@ -137,6 +140,35 @@ def capacity() -> Plan[Capacity]:
     return convert.capacity(response)
 
 
+def shut_down(deadline_seconds: float | None) -> Plan[float]:
+    """Raises RequestInvalid for a deadline out of its bounds."""
+    deadline = None
+    if deadline_seconds is not None:
+        if not 0 <= deadline_seconds <= MOST_DEADLINE_SECONDS:
+            raise _invalid("deadline", deadline_seconds, f"from 0 to {MOST_DEADLINE_SECONDS} seconds")
+        deadline = convert.duration(deadline_seconds)
+    response: operator_service_pb2.ShutdownResponse = yield Call(
+        operator_service_pb2.ShutdownRequest(deadline=deadline)
+    )
+    return convert.seconds(response.time_left)
+
+
+def set_log_level(level: str) -> Plan[str]:
+    """Raises RequestInvalid for an unknown level."""
+    if level not in LOG_LEVELS:
+        raise _invalid("level", level, ", ".join(LOG_LEVELS))
+    number = operator_service_pb2.LogLevel.Value(f"LOG_LEVEL_{level.upper()}")
+    response: operator_service_pb2.SetLogLevelResponse = yield Call(
+        operator_service_pb2.SetLogLevelRequest(level=number)
+    )
+    return convert.log_level(response.previous)
+
+
+def settings() -> Plan[Settings]:
+    response: operator_service_pb2.GetSettingsResponse = yield Call(operator_service_pb2.GetSettingsRequest())
+    return convert.settings(response)
+
+
 def _ref(name: str, digest: str | None) -> str:
     return f"{name}@{digest}" if digest is not None else name
 
@@ -147,7 +179,9 @@ def _on_conflict(replace: bool) -> adapter_service_pb2.OnConflict.ValueType:
 
 def _tier(tier: str) -> adapter_pb2.Tier.ValueType:
     if tier not in _TIERS:
-        raise RequestInvalid(
-            f"tier is {tier!r}, wanted device, host or disk", field="tier", found=tier, wanted="device, host or disk"
-        )
+        raise _invalid("tier", tier, "device, host or disk")
     return _TIERS[tier]
+
+
+def _invalid(field: str, found: object, wanted: str) -> RequestInvalid:
+    return RequestInvalid(f"{field} is {found!r}, wanted {wanted}", field=field, found=str(found), wanted=wanted)

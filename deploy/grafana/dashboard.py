@@ -266,6 +266,37 @@ PANELS = (
     ),
     Panel(
         "Sessions and calls",
+        "Life that certificates have left",
+        "The server's, and the first of the authorities that check clients'; below 0: expired.",
+        (
+            (
+                f"min by (instance, certificate) ({_of('slotcar_certificate_expiry_timestamp_seconds')}) - time()",
+                "{{instance}} {{certificate}}",
+            ),
+        ),
+        unit="s",
+    ),
+    Panel(
+        "Sessions and calls",
+        "Reloads",
+        "Files that are followed while the server runs; 1 failing: what they say cannot be put in force, and is not.",
+        (
+            (f"max by (what) ({_of('slotcar_reload_failing')})", "{{what}} failing"),
+            (_sum("what, result", _rate("slotcar_reloads_total")) + " > 0", "{{what}} {{result}}"),
+        ),
+    ),
+    Panel(
+        "Sessions and calls",
+        "Lines that are lost",
+        "Of the log, as nobody takes them, and of the audit's file, as it cannot be written.",
+        (
+            (_sum("instance", _rate("slotcar_log_lines_dropped_total")), "{{instance}} log"),
+            (_sum("instance", _rate("slotcar_audit_failures_total")), "{{instance}} audit"),
+        ),
+        unit="ops",
+    ),
+    Panel(
+        "Sessions and calls",
         "Events",
         "",
         ((_sum("kind", _rate("slotcar_events_total")) + " > 0", "{{kind}}"),),

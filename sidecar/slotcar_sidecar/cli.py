@@ -17,7 +17,8 @@ from rich.console import Console
 from slotcar_client import SlotcarError
 
 from slotcar_sidecar.command import completion as shells
-from slotcar_sidecar.command import console, verbs, watch
+from slotcar_sidecar.command import console, life, snapshot, top, verbs, watch
+from slotcar_sidecar.command.shown import credential_options
 from slotcar_sidecar.config import ENVIRONMENT_PREFIX, Config, ConfigError, parse_size, size_text, unknown_variables
 from slotcar_sidecar.core.errors import RequestInvalid
 
@@ -26,11 +27,12 @@ Command = Callable[..., Any]
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="slotcar")
+@credential_options
 def main() -> None:
     """Own LoRA adapter slots beside an inference engine; never compute a row with another adapter's weights."""
 
 
-for _command in (*verbs.COMMANDS, watch.watch):
+for _command in (*verbs.COMMANDS, *life.COMMANDS, watch.watch, top.top, snapshot.snapshot):
     main.add_command(_command)
 
 
@@ -73,6 +75,9 @@ def serve(**settings: Any) -> None:
     """Run the sidecar until SIGTERM."""
     for number in (signal.SIGTERM, signal.SIGINT):  # until there is something to shut down
         signal.signal(number, lambda *_: os._exit(0))
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to reload
+    # gRPC's core writes to standard error by itself: what is no line of the log, and waits for whoever reads it.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         config = _make_config(settings)
     except ConfigError as error:
@@ -82,9 +87,8 @@ def serve(**settings: Any) -> None:
 
     from slotcar_sidecar import app  # tensor libraries take a second to import
 
-    app.announce(config)
     try:
-        asyncio.run(app.run(config))
+        asyncio.run(app.run(config, app.announce(config)))
     except app.StartError as error:
         raise click.ClickException(str(error)) from error
 

@@ -22,11 +22,13 @@ from slotcar_sidecar.core.model import DTYPES
 from slotcar_sidecar.core.policy import Eviction
 
 ENVIRONMENT_PREFIX = "SLOTCAR_"
+_OF_CLIENTS = {"SLOTCAR_TARGET", "SLOTCAR_TLS_CA", "SLOTCAR_TOKEN_FILE"}
 PLANES = ("stream", "ring", "direct")
 MAX_SOCKET_PATH_BYTES = 107
 _MAX_MESSAGE_BYTES = 511 << 20
 # Not that of another metric of ours.
 _LORA_INFO = re.compile(r"slotcar_lora_requests_info|(?!slotcar_)[a-zA-Z_:][a-zA-Z0-9_:]*")
+_MODE = re.compile(r"0?6[0-7][0-7]")
 _SIZE = re.compile(r"(\d+)\s*(|B|KiB|MiB|GiB|TiB)", re.IGNORECASE)
 _NAMED_UNITS = (("B", 1), ("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30), ("TiB", 1 << 40))
 _UNITS = {"": 1} | {name.lower(): unit for name, unit in _NAMED_UNITS}
@@ -120,7 +122,25 @@ class Config:
         PLANES, "How tensors may travel, with commas between; stream always may.", choices=PLANES
     )
     insecure: bool = _setting(False, "Allow TCP beyond loopback without TLS.")
-    metrics: str | None = _setting(None, "Where to serve /metrics over HTTP, as host:port. Not served without it.")
+    tls_cert: Path | None = _setting(
+        None, "PEM file of the certificate, with its chain, that TCP addresses show. Followed while it changes."
+    )
+    tls_key: Path | None = _setting(None, "PEM file of the certificate's private key.")
+    tls_client_ca: Path | None = _setting(
+        None, "PEM file of the authorities, one of which must have signed what a client shows."
+    )
+    policy: Path | None = _setting(
+        None, "YAML file that says who may do what. Followed while it changes; without it whoever connects may do all."
+    )
+    socket_mode: str = _setting("0660", "Mode of the unix sockets, in octal.")
+    socket_group: str | None = _setting(None, "Group of the unix sockets, as a name or a number; that of the process.")
+    metrics: str | None = _setting(
+        None, "Where to serve /metrics and the status page over HTTP, as host:port. Not served without it."
+    )
+    no_pages: bool = _setting(False, "Serve /metrics alone at that address: no status page, no /debug/state.json.")
+    health: str | None = _setting(
+        None, "Where to serve health alone, as host:port, in plaintext, for a kubelet's probes. Not served without it."
+    )
     metrics_adapters: int = _setting(
         256, "Most resident adapters that /metrics names, the latest used first; 0 names none.", least=0
     )
@@ -191,12 +211,31 @@ class Config:
     max_sessions: int = _setting(256, "Most sessions at a time.")
     max_mappings: int = _setting(64, "Most mappings of one session.")
     max_holds: int = _setting(1024, "Most holds of one session.")
+    max_streams: int = _setting(1024, "Most calls at a time over one connection; more of them wait.", most=1 << 20)
+    max_watchers: int = _setting(256, "Most streams of events at a time.")
     mapping_idle_seconds: float = _setting(30.0, "An unused mapping loses its pins after this time, not its validity.")
     compute_threads: int = _setting(1, "Forwards that run side by side, one thread each.")
     load_threads: int = _setting(2, "Loads that read or write side by side, one thread each.")
     heartbeat_seconds: float = _setting(10.0, "A session's stream carries a sign of life at least this often.")
     shutdown_seconds: float = _setting(20.0, "After SIGTERM, serve at most this long before closing.")
     log_format: str = _setting("human", "How log lines look.", choices=("human", "json"))
+    log_level: str = _setting(
+        "info",
+        "Least level of the lines of the log; debug has each call, and what loads do.",
+        choices=("debug", "info", "warning", "error"),
+    )
+    log_level_file: Path | None = _setting(
+        None, "File with the level as its one word, in place of --log-level. Followed while it changes."
+    )
+    audit_log: Path | None = _setting(
+        None, "File that the audit stream is appended to, as JSON lines. Part of the log without it."
+    )
+    otlp_endpoint: str | None = _setting(
+        None, "Collector of traces by OTLP over gRPC, as http://host:4317 or https://host:4317. None without it."
+    )
+    trace_sample: float = _setting(
+        0.01, "Share of the Forwards that are traced though their caller is not.", least=0, most=1
+    )
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
@@ -212,6 +251,7 @@ class Config:
         if "stream" not in self.planes:
             raise ConfigError("planes", ",".join(self.planes) or "empty", "stream among them")
         self._check_addresses()
+        self._check_security()
         for root in self.root:
             if not root.is_dir():
                 raise ConfigError("root", root, "a folder that exists")
@@ -220,17 +260,33 @@ class Config:
         if not self.addresses:
             raise ConfigError("listen", "empty", "at least one address")
         for address in self.addresses:
-            if isinstance(address, TcpAddress) and not (address.is_loopback or self.insecure):
-                raise ConfigError("listen", address, "a loopback address, or --insecure")
-            if isinstance(address, UnixAddress) and len(self.planes) > 1:
+            if isinstance(address, TcpAddress) and not (address.is_loopback or self.insecure or self.tls_cert):
+                raise ConfigError("listen", address, "a loopback address, --tls-cert, or --insecure")
+            if isinstance(address, UnixAddress) and self.shakes_hands:
                 most = MAX_SOCKET_PATH_BYTES - len(SUFFIX)
                 if len(os.fsencode(address.path)) > most:
-                    wanted = f"a path of at most {most} bytes, for a second socket beside it; or --planes stream"
+                    wanted = f"a path of at most {most} bytes, for a second socket beside it"
                     raise ConfigError("listen", address, wanted)
-        if self.metrics is not None:
-            parse_address("metrics", f"tcp://{self.metrics}")
+        for name in ("metrics", "health"):
+            self._tcp(name)
+        if self.otlp_endpoint is not None and not _is_http_address(self.otlp_endpoint):
+            raise ConfigError("otlp_endpoint", self.otlp_endpoint, "http://host:port or https://host:port")
         if not _LORA_INFO.fullmatch(self.metrics_lora_info):
             raise ConfigError("metrics_lora_info", self.metrics_lora_info, "a name such as vllm:lora_requests_info")
+
+    def _check_security(self) -> None:
+        names = ("tls_cert", "tls_key", "tls_client_ca")
+        given = [name for name in names if getattr(self, name) is not None]
+        for name in names:
+            if given and name not in given:
+                raise ConfigError(name, "not set", "a file, as --tls-cert, --tls-key and --tls-client-ca go together")
+        if not _MODE.fullmatch(self.socket_mode):
+            raise ConfigError("socket_mode", self.socket_mode, "octal digits such as 0660, the owner's 6")
+
+    @property
+    def shakes_hands(self) -> bool:
+        """Beside each unix socket there is one for hand-shakes: for shared memory, and for tokens."""
+        return len(self.planes) > 1 or self.policy is not None
 
     @property
     def addresses(self) -> tuple[Address, ...]:
@@ -238,9 +294,18 @@ class Config:
 
     @property
     def metrics_address(self) -> TcpAddress | None:
-        if self.metrics is None:
+        return self._tcp("metrics")
+
+    @property
+    def health_address(self) -> TcpAddress | None:
+        return self._tcp("health")
+
+    def _tcp(self, setting: str) -> TcpAddress | None:
+        """The address of a setting that is host:port."""
+        text = getattr(self, setting)
+        if text is None:
             return None
-        address = parse_address("metrics", f"tcp://{self.metrics}")
+        address = parse_address(setting, f"tcp://{text}")
         assert isinstance(address, TcpAddress)
         return address
 
@@ -260,6 +325,16 @@ def environment_value(name: str) -> str | None:
     return os.environ.get(name)
 
 
+def _is_http_address(text: str) -> bool:
+    """http://host:port, or with https, and nothing more."""
+    try:
+        url = urlsplit(text)
+        rest = url.path.strip("/") or url.query or url.fragment or "@" in url.netloc
+        return url.scheme in ("http", "https") and bool(url.hostname) and url.port is not None and not rest
+    except ValueError:
+        return False
+
+
 def _check_choices(item: dataclasses.Field[Any], value: object) -> None:
     """Raises ConfigError for a value, or one of several, that is none of those that the setting can have."""
     choices = item.metadata.get("choices")
@@ -270,7 +345,7 @@ def _check_choices(item: dataclasses.Field[Any], value: object) -> None:
 
 def unknown_variables(names: list[str]) -> list[str]:
     """The SLOTCAR_* variables among `names` that mean nothing, apart from those that Kubernetes makes for a Service."""
-    known = {ENVIRONMENT_PREFIX + item.name.upper() for item in dataclasses.fields(Config)} | {"SLOTCAR_TARGET"}
+    known = {ENVIRONMENT_PREFIX + item.name.upper() for item in dataclasses.fields(Config)} | _OF_CLIENTS
     made_by_kubernetes = re.compile(r"SLOTCAR_(SERVICE_.*|PORT(_.*)?)")
     return sorted(
         name

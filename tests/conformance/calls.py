@@ -13,6 +13,7 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import Message
 from slotcar.v1 import adapter_service_pb2 as adapters
 from slotcar.v1 import engine_service_pb2 as engine
+from slotcar.v1 import operator_service_pb2 as operators
 
 from tests.adapters import CONFIG_FILE, WEIGHTS_FILE
 from tests.conformance.items import forward, item
@@ -22,8 +23,13 @@ from tests.conformance.target import PATIENCE_SECONDS, Session, Target
 SERVICES = (
     adapters.DESCRIPTOR.services_by_name["AdapterService"],
     engine.DESCRIPTOR.services_by_name["EngineService"],
+    operators.DESCRIPTOR.services_by_name["OperatorService"],
 )
-METHODS: Mapping[str, MethodDescriptor] = {method.name: method for service in SERVICES for method in service.methods}
+# Shutdown, after which there is no server, has tests and servers of its own.
+LAST = "Shutdown"
+METHODS: Mapping[str, MethodDescriptor] = {
+    method.name: method for service in SERVICES for method in service.methods if method.name != LAST
+}
 
 
 class Given(NamedTuple):
@@ -73,6 +79,8 @@ CALLS: Mapping[str, Callable[[Given], list[Any]]] = {
     "ListSessions": lambda g: [adapters.ListSessionsRequest()],
     "EndSession": lambda g: [adapters.EndSessionRequest(session=g.session.short)],
     "WatchEvents": lambda g: [adapters.WatchEventsRequest()],
+    "SetLogLevel": lambda g: [operators.SetLogLevelRequest(level=operators.LOG_LEVEL_INFO)],
+    "GetSettings": lambda g: [operators.GetSettingsRequest()],
     "OpenSession": lambda g: [engine.OpenSessionRequest(grace=duration_pb2.Duration())],
     "JoinSession": lambda g: [engine.JoinSessionRequest(session=g.session.id)],
     "CloseSession": lambda g: [engine.CloseSessionRequest(session=g.session.id)],
@@ -91,7 +99,7 @@ CALLS: Mapping[str, Callable[[Given], list[Any]]] = {
 def ask(target: Target, name: str, requests: list[Any], timeout: float = PATIENCE_SECONDS) -> Any:
     """The answer; of a stream of answers the first, and then the stream is cancelled."""
     method = METHODS[name]
-    stub = target.engine if method.containing_service is SERVICES[1] else target.adapters
+    stub = (target.adapters, target.engine, target.operators)[SERVICES.index(method.containing_service)]
     return _first(getattr(stub, name), method, requests, timeout)
 
 

@@ -48,6 +48,8 @@ CODES: Mapping[str, grpc.StatusCode] = {
     "INTERNAL": grpc.StatusCode.INTERNAL,
     "VERSION_MISMATCH": grpc.StatusCode.FAILED_PRECONDITION,
     "DEVICE_LOST": grpc.StatusCode.UNAVAILABLE,
+    "UNAUTHENTICATED": grpc.StatusCode.UNAUTHENTICATED,
+    "NOT_ALLOWED": grpc.StatusCode.PERMISSION_DENIED,
 }
 
 

@@ -27,6 +27,7 @@ from slotcar.v1 import (
     engine_service_pb2,
     layout_pb2,
     model_pb2,
+    operator_service_pb2_grpc,
 )
 
 from tests.adapters import CONFIG_FILE, MINIMAL_CONFIG, WEIGHTS_FILE, raw_tensors, write_raw_adapter
@@ -86,6 +87,7 @@ class Target:
     def __post_init__(self) -> None:
         self.channel = open_channel(self.address)
         self.adapters = adapter_service_pb2_grpc.AdapterServiceStub(self.channel)
+        self.operators = operator_service_pb2_grpc.OperatorServiceStub(self.channel)
         self.engine = engine_stub(self.channel, self.address, self.plane)
         self.health = health_pb2_grpc.HealthStub(self.channel)
         self.root = self.root / f"conformance-{uuid.uuid4().hex[:8]}"

@@ -21,6 +21,7 @@ from tests.conformance import (
     test_mapping_loads,
     test_operators,
     test_prefetch,
+    test_process,
     test_ranks,
     test_refused_states,
     test_replay,
@@ -28,7 +29,7 @@ from tests.conformance import (
     test_uploads,
     test_waiting,
 )
-from tests.conformance.calls import CALLS, METHODS, Given, ask, ask_bytes, given, refusal_of
+from tests.conformance.calls import CALLS, LAST, METHODS, SERVICES, Given, ask, ask_bytes, given, refusal_of
 from tests.conformance.items import forward, item
 from tests.conformance.refusals import read, refused
 from tests.conformance.target import PATIENCE_SECONDS, Session, Target, eventually, seconds
@@ -66,6 +67,15 @@ TESTS: dict[str, list[Callable[..., None]]] = {
     ],
     "EndSession": [test_operators.test_an_operator_ends_a_session, test_operators.test_no_other_word_ends_a_session],
     "WatchEvents": [test_events.test_everything_that_happens_is_told_in_its_order],
+    "Shutdown": [
+        test_process.test_the_end_may_be_asked_for_again,
+        test_process.test_a_deadline_out_of_its_bounds_is_refused,
+    ],
+    "SetLogLevel": [
+        test_process.test_the_level_of_the_log_is_changed,
+        test_process.test_what_is_no_level_is_refused,
+    ],
+    "GetSettings": [test_process.test_the_settings_are_those_of_the_flags],
     "OpenSession": [test_sessions.test_a_session_opens_with_what_the_server_is],
     "JoinSession": [test_ranks.test_a_rank_joins, test_ranks.test_a_second_stream_of_a_rank_takes_over],
     "CloseSession": [test_replay.test_the_end_of_a_session],
@@ -85,7 +95,8 @@ TESTS: dict[str, list[Callable[..., None]]] = {
 
 def test_no_call_is_without_tests() -> None:
     assert CALLS.keys() == METHODS.keys()
-    assert TESTS.keys() == METHODS.keys()
+    assert TESTS.keys() == {method.name for service in SERVICES for method in service.methods}
+    assert TESTS.keys() == METHODS.keys() | {LAST}
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -16,6 +16,7 @@ from slotcar_sidecar.core.errors import Reason, SlotcarError
 from slotcar_sidecar.rpc import status
 
 from tests.conformance import (
+    test_access,
     test_bad_adapters,
     test_bad_forwards,
     test_bad_requests,
@@ -52,6 +53,8 @@ EXAMPLES: list[SlotcarError] = [
     errors.InternalError(),
     errors.VersionMismatch(found="9.0.0", wanted="0.1.0"),
     errors.DeviceLost("an illegal memory access"),
+    errors.Unauthenticated("no credentials"),
+    errors.NotAllowed("engine", "call EndSession", verb="EndSession"),
 ]
 
 
@@ -76,6 +79,8 @@ MET: dict[str, Callable[..., None]] = {
     "SITE_UNKNOWN": test_bad_forwards.test_a_forward_that_does_not_fit_is_refused,
     "SHUTTING_DOWN": test_shutdown.test_a_server_that_shuts_down,
     "REQUEST_INVALID": test_bad_requests.test_a_malformed_ref_is_refused_by_every_call,
+    "UNAUTHENTICATED": test_access.test_a_call_without_credentials_is_unauthenticated,
+    "NOT_ALLOWED": test_access.test_a_client_may_what_its_entry_says_and_no_more,
     "VERSION_MISMATCH": test_sessions.test_versions_that_are_too_far_apart_are_refused,
 }
 

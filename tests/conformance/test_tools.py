@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 from grpc_health.v1 import health_pb2
-from slotcar.v1 import adapter_service_pb2, engine_service_pb2
+from slotcar.v1 import adapter_service_pb2, engine_service_pb2, operator_service_pb2
 
 from tests.conformance.target import PATIENCE_SECONDS, Target
 
 SERVICES = {
     "slotcar.v1.AdapterService": adapter_service_pb2.DESCRIPTOR.services_by_name["AdapterService"],
     "slotcar.v1.EngineService": engine_service_pb2.DESCRIPTOR.services_by_name["EngineService"],
+    "slotcar.v1.OperatorService": operator_service_pb2.DESCRIPTOR.services_by_name["OperatorService"],
 }
 
 

@@ -15,11 +15,11 @@ class Gauges:
 
     def __init__(self, sidecar: SidecarProcess) -> None:
         # Of its last life.
-        self._url = re.findall(r"http://127\.0\.0\.1:\d+/metrics", sidecar.log)[-1]
+        self.url = re.findall(r"http://127\.0\.0\.1:\d+/metrics", sidecar.log)[-1]
 
     def text(self) -> str:
         """All of them."""
-        with urllib.request.urlopen(self._url, timeout=10) as response:
+        with urllib.request.urlopen(self.url, timeout=10) as response:
             found: str = response.read().decode()
             return found
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import array
+import fcntl
 import socket
 import struct
+import termios
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -40,6 +43,13 @@ def mute_client(path: str) -> Iterator[socket.socket]:
         for _ in range(_QUESTIONS):
             peer.sendall(_frame(_DATA, 0, 1, message))
         yield peer
+
+
+def is_full(peer: socket.socket) -> bool:
+    """What waits to be read is about what a socket takes."""
+    waiting = array.array("i", [0])
+    fcntl.ioctl(peer, termios.FIONREAD, waiting)
+    return waiting[0] > 100_000
 
 
 def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:

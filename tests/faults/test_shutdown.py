@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import array
 import fcntl
 import signal
-import socket
 import subprocess
-import termios
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from slotcar_client import Client, ShuttingDown, SlotcarError
 
 from tests.faults.child import Child
-from tests.faults.mute import mute_client
+from tests.faults.mute import is_full, mute_client
 from tests.faults.oracle import Library, spec_file
 from tests.faults.raw import RawEngine, refusal
 from tests.faults.waiting import PATIENCE_SECONDS, eventually
@@ -178,17 +175,24 @@ def test_with_a_client_that_takes_no_answers(start: Callable[[float], SidecarPro
     sidecar = start(1)
     assert sidecar.process is not None
     with mute_client(sidecar.target.removeprefix("unix://")) as peer:
-        eventually(lambda: _is_full(peer), "a full socket")
+        eventually(lambda: is_full(peer), "a full socket")
         sidecar.process.send_signal(signal.SIGTERM)
         ends_well(sidecar)
     assert "takes nothing of what was sent" in sidecar.log
 
 
-def _is_full(peer: socket.socket) -> bool:
-    """What waits to be read is about what a socket takes."""
-    waiting = array.array("i", [0])
-    fcntl.ioctl(peer, termios.FIONREAD, waiting)
-    return waiting[0] > 100_000
+@pytest.mark.full
+def test_with_a_disk_that_does_not_answer(start_sidecar: Start, library: Library, tmp_path: Path) -> None:
+    """As if another server kept its lock for ever: the process ends all the same, some seconds after its deadline."""
+    disk = tmp_path / "disk"
+    sidecar = start_sidecar(library.root, extra=("--disk", str(disk), "--shutdown-seconds", "1"))
+    assert sidecar.process is not None
+    with (disk / "lock").open("rb") as lock, slotcar_client.connect(sidecar.target) as client:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        client.load(A, library.root / A, tier="host")
+        sidecar.process.terminate()
+        assert sidecar.process.wait(PATIENCE_SECONDS) == 0, sidecar.log
+    assert "the time is over" in sidecar.log
 
 
 @SIGNALS

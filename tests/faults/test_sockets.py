@@ -252,6 +252,7 @@ WRONG_USAGE = {
     "a number that is none": (("--slots", "many"), "--slots"),
     "a root that does not exist": (("--root", "/nonexistent"), "/nonexistent"),
     "metrics without a port": (("--metrics", "127.0.0.1"), "metrics"),
+    "health without a port": (("--health", "127.0.0.1"), "health"),
     "an unknown flag": (("--slot", "1"), "--slot"),
 }
 

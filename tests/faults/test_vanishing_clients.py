@@ -18,7 +18,7 @@ from slotcar.v1 import adapter_service_pb2
 from slotcar.v1 import engine_service_pb2 as pb
 from slotcar_client import Client
 from slotcar_client.rpc import OPTIONS as client_options
-from slotcar_sidecar.rpc.server import make_server
+from slotcar_sidecar.rpc.server import Serving, make_server
 
 from tests.fakes.parts import make_bench
 from tests.faults.child import Child
@@ -211,7 +211,7 @@ def test_grpc_knows_every_option_that_is_set(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr("slotcar_sidecar.rpc.server.aio.server", server)
     with pytest.raises(InterruptedError):
-        make_server(make_bench(1).cache, 1 << 20, 1.0, lambda method, reason: None)
+        make_server(make_bench(1).cache, Serving(1 << 20, 1.0, lambda method, reason: None))
     assert cygrpc.__file__ is not None
     library = Path(cygrpc.__file__).read_bytes()
     for options in (dict(set_by_server), dict(client_options)):

@@ -14,11 +14,13 @@ PATIENCE_SECONDS = 30.0
 _LOOK_SECONDS = 0.005
 
 
-def eventually(condition: Callable[[], object], what: str = "the condition") -> None:
+def eventually(
+    condition: Callable[[], object], what: str = "the condition", patience_seconds: float = PATIENCE_SECONDS
+) -> None:
     """Returns when `condition` holds; fails at the deadline."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    deadline = time.monotonic() + patience_seconds
     while not condition():
-        assert time.monotonic() < deadline, f"{what} did not come true in {PATIENCE_SECONDS:g} s"
+        assert time.monotonic() < deadline, f"{what} did not come true in {patience_seconds:g} s"
         time.sleep(_LOOK_SECONDS)
 
 

@@ -42,7 +42,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     seen: list[Config] = []
     from slotcar_sidecar import app
 
-    async def run(config: Config) -> None:
+    async def run(config: Config, _output: object) -> None:
         seen.append(config)
 
     monkeypatch.setattr(app, "run", run)
@@ -405,8 +405,8 @@ def test_events_and_watch_when_the_server_goes_and_comes(tmp_path: Path, sidecar
             assert (code, err) == (0, b"")
 
 
-def on_terminal(sidecar: SidecarProcess, columns: int, *arguments: str, is_endless: bool = False) -> tuple[int, str]:
-    """Runs the command on a terminal so wide; one that does not end gets Ctrl-C when it has shown something."""
+def on_terminal(sidecar: SidecarProcess, columns: int, *arguments: str, key: bytes = b"") -> tuple[int, str]:
+    """Runs the command on a terminal so wide; one that goes on gets a key when it has shown something."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
@@ -419,9 +419,9 @@ def on_terminal(sidecar: SidecarProcess, columns: int, *arguments: str, is_endle
     try:
         while chunk := os.read(ours, 65536):
             shown += chunk
-            if is_endless and b"SLOT" in shown and not select_readable(ours):
-                os.write(ours, b"\x03")
-                is_endless = False
+            if key and b"SLOT" in shown and not select_readable(ours):
+                os.write(ours, key)
+                key = b""
     except OSError:  # what a terminal says when its other end is closed
         pass
     os.close(ours)
@@ -436,17 +436,30 @@ main()
 """
 
 
-@pytest.mark.parametrize("columns", [40, 200])
-def test_watch_on_a_terminal_until_ctrl_c(
-    sidecar: SidecarProcess, engine: slotcar_client.Session, columns: int
+@pytest.mark.parametrize(("columns", "key"), [(40, b"\x03"), (200, b"\x03"), (200, b"q")])
+def test_top_on_a_terminal_until_a_key(
+    sidecar: SidecarProcess, engine: slotcar_client.Session, columns: int, key: bytes
 ) -> None:
-    code, shown = on_terminal(sidecar, columns, "watch", is_endless=True)
+    code, shown = on_terminal(sidecar, columns, "top", key=key)
     assert code == 0
     assert "Traceback" not in shown
     assert sidecar.target[: columns - 1] in shown
     assert "my [red]engine" in shown
+    assert "slots     [##########          ]  50%" in shown
     assert ("hold 9, mapping 1" in shown) == (columns == 200)
     assert shown.rindex("\x1b[?1049l") > shown.rindex("\x1b[?1049h")  # the terminal is as it was
+
+
+def test_top_without_a_terminal_shows_it_once(sidecar: SidecarProcess, engine: slotcar_client.Session) -> None:
+    result = call(sidecar, "top")
+    assert result.exit_code == 0
+    for text in (f"{sidecar.target}  up", "IN NO SLOT", f"my [red]engine {engine.session_id[:8]}: hold 9, mapping 1"):
+        assert text in result.output
+    assert "session_opened" in result.output
+    view = answer(sidecar, "top")
+    assert (view["state"], len(view["layout"]["slots"]), view["undone"]) == ("up", 2, [])
+    assert view["events"][-1]["kind"] == "held"
+    assert invoke("top", "--target", "unix:///nobody").exit_code == 1
 
 
 def test_lists_on_a_narrow_terminal_lose_nothing(sidecar: SidecarProcess, engine: slotcar_client.Session) -> None:

@@ -17,9 +17,8 @@ UNIX = "unix:///run/s.sock"
 
 def test_a_gpu_that_cannot_be_used_is_said_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "why_no_gpu", lambda max_rank: f"ranks up to {max_rank - 1}")
-    for make in (lambda config: devices.make_device(config, "e" * 32), planes.offered_planes):
-        with pytest.raises(StartError, match="--device cuda cannot be used: ranks up to 63"):
-            make(Config(listen=(UNIX,), device="cuda"))
+    with pytest.raises(StartError, match="--device cuda cannot be used: ranks up to 63"):
+        devices.make_device(Config(listen=(UNIX,), device="cuda"), "e" * 32)
 
 
 @pytest.mark.parametrize("name", ["auto", "cpu"])
@@ -31,13 +30,10 @@ def test_without_a_gpu_slots_are_on_the_cpu(name: str, monkeypatch: pytest.Monke
     assert device.slots == config.slots
 
 
-@pytest.mark.parametrize(("name", "offered"), [("auto", ("stream", "ring")), ("cpu", ("stream", "ring", "direct"))])
-def test_slots_on_a_gpu_have_no_direct_plane(
-    name: str, offered: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(devices, "why_no_gpu", lambda _max_rank: "")
+@pytest.mark.parametrize("name", ["auto", "cuda", "cpu"])
+def test_a_device_of_either_kind_has_all_planes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planes.platform, "machine", lambda: "x86_64")
-    assert planes.offered_planes(Config(listen=(UNIX,), device=name)) == offered
+    assert planes.offered_planes(Config(listen=(UNIX,), device=name)) == ("stream", "ring", "direct")
 
 
 def test_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

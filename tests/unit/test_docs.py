@@ -74,8 +74,8 @@ def test_relative_links_resolve(page: str) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_make_targets_exist(page: str) -> None:
     makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
-    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
-    named = {word for command in commands(text_of(page)) for word in re.findall(r"^make ([a-z][a-z-]*)", command)}
+    targets = set(re.findall(r"^([a-z0-9-]+):", makefile, re.MULTILINE))
+    named = {word for command in commands(text_of(page)) for word in re.findall(r"^make ([a-z][a-z0-9-]*)", command)}
     assert named - targets == set()
 
 

@@ -51,6 +51,11 @@ LIBRARY_RULES = (
     (("google",), {"rpc", "ring", "app", "clients", "proto"}),
     (("transformers",), {"clients", "demo"}),
     (("watchfiles", "yaml"), {"sync"}),
+    (("cryptography",), {"app"}),
+    (("h11",), {"app"}),
+    (("jinja2", "markupsafe"), {"ops"}),
+    (("structlog",), {"ops"}),
+    (("opentelemetry",), {"ops", "app", "clients"}),
 )
 
 MAY_READ_ENVIRONMENT = {

@@ -281,7 +281,11 @@ LIFE_AND_DEATH = (
     fault("kuma#3293", "an injector that is down leaves pods without the sidecar", later("Kubernetes: the injector")),
     fault("vault-helm#736", "an injector injects itself", later("Kubernetes: the injector")),
     fault("dapr#6350", "a second webhook undoes the injection", later("Kubernetes: the injector")),
-    fault("vault#15389", "a certificate was rotated and not loaded again", later("TLS: certificates that are rotated")),
+    fault(
+        "vault#15389",
+        "a certificate was rotated and not loaded again",
+        "test_a_certificate_that_was_rotated_is_loaded",
+    ),
 )
 
 SECURITY = (

@@ -12,8 +12,8 @@ from slotcar_client import convert, verbs
 from slotcar_client.aio.events import AsyncEventStream
 from slotcar_client.aio.rpc import AsyncRpc, run
 from slotcar_client.aio.session import AsyncSession
-from slotcar_client.client import DEFAULT_TIMEOUT_SECONDS
-from slotcar_client.config import default_target, grpc_target
+from slotcar_client.client import DEFAULT_TIMEOUT_SECONDS, address
+from slotcar_client.credentials import Address, Credentials
 from slotcar_client.effects import Plan
 from slotcar_client.options import SessionOptions, SessionSettings, checked_timeout
 from slotcar_client.upload import Upload
@@ -25,6 +25,7 @@ from slotcar_client.values import (
     LoadReport,
     Prefetched,
     SessionInfo,
+    Settings,
     Snapshot,
     UnloadReport,
 )
@@ -32,17 +33,22 @@ from slotcar_client.values import (
 T = TypeVar("T")
 
 
-def connect(target: str | None = None, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> AsyncClient:
+def connect(
+    target: str | None = None,
+    *,
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    credentials: Credentials | None = None,
+) -> AsyncClient:
     """As `slotcar_client.connect`; the client belongs to the running event loop."""
-    return AsyncClient(target if target is not None else default_target(), checked_timeout(timeout_seconds))
+    return AsyncClient(address(target, credentials), checked_timeout(timeout_seconds))
 
 
 class AsyncClient:
     """Made by `connect`; open until `close` or the end of `async with`. Each method is that of `Client`."""
 
-    def __init__(self, target: str, timeout_seconds: float) -> None:
-        self.target = target
-        self._rpc = AsyncRpc(grpc_target(target), timeout_seconds)
+    def __init__(self, address: Address, timeout_seconds: float) -> None:
+        self.target = address.target
+        self._rpc = AsyncRpc(address, timeout_seconds)
         self._sessions: weakref.WeakSet[AsyncSession] = weakref.WeakSet()
 
     async def load(
@@ -107,6 +113,15 @@ class AsyncClient:
 
     async def end_session(self, session: str) -> bool:
         return await self._run(verbs.end_session(session))
+
+    async def settings(self) -> Settings:
+        return await self._run(verbs.settings())
+
+    async def set_log_level(self, level: str) -> str:
+        return await self._run(verbs.set_log_level(level))
+
+    async def shut_down(self, deadline_seconds: float | None = None) -> float:
+        return await self._run(verbs.shut_down(deadline_seconds))
 
     def events(self, replay: int = 0) -> AsyncEventStream:
         return AsyncEventStream(self._rpc, replay)

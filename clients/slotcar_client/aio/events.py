@@ -20,7 +20,9 @@ class AsyncEventStream:
     def __init__(self, rpc: AsyncRpc, replay: int) -> None:
         self._closed = False
         self._reader = EventReader()
-        self._call: Any = rpc.stream(adapter_service_pb2.WatchEventsRequest(replay=replay))
+        self._rpc = rpc
+        self._replay = replay
+        self._subscribe()
 
     @property
     def since(self) -> LayoutVersion:
@@ -47,11 +49,20 @@ class AsyncEventStream:
         self._call.cancel()
 
     async def __aenter__(self) -> Self:
-        greeting = await self._receive()
+        greeting = await self._rpc.identified(self._greeted)
         if greeting is not None:
             self._reader.take(greeting)
         _ = self.since
         return self
+
+    def _subscribe(self) -> None:
+        self._call: Any = self._rpc.stream(adapter_service_pb2.WatchEventsRequest(replay=self._replay))
+
+    async def _greeted(self) -> adapter_service_pb2.WatchEventsResponse | None:
+        """The first message; over a new call when the one before was refused."""
+        if self._call.done():
+            self._subscribe()
+        return await self._receive()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

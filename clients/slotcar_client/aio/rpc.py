@@ -12,9 +12,10 @@ from google.protobuf.message import Message
 from grpc import aio
 from slotcar.v1 import adapter_service_pb2
 
+from slotcar_client.credentials import Address
 from slotcar_client.effects import Advance, Call, Effect, Plan
-from slotcar_client.errors import CallCancelled
-from slotcar_client.rpc import OPTIONS, Stubs, translated
+from slotcar_client.errors import CallCancelled, Unauthenticated
+from slotcar_client.rpc import OPTIONS, Stubs, call_metadata, translated
 from slotcar_client.upload import Upload
 
 T = TypeVar("T")
@@ -24,33 +25,67 @@ Perform = Callable[[Effect], Awaitable[Any]]
 class AsyncRpc:
     """The stubs of one channel; `timeout_seconds` is the deadline of each call that is not a stream."""
 
-    def __init__(self, target: str, timeout_seconds: float) -> None:
+    def __init__(self, address: Address, timeout_seconds: float) -> None:
+        """Raises RequestInvalid when a file of credentials cannot be read."""
         self.timeout_seconds = timeout_seconds
-        self._channel = aio.insecure_channel(target, options=OPTIONS)
-        self._stubs = Stubs(self._channel)
+        self._address = address
+        # With new certificates there is a new channel; what runs over an older one goes on.
+        self._channels: list[aio.Channel] = []
+        self._stubs = self._connected()
+
+    def _connected(self) -> Stubs:
+        channel = self._address.channel(
+            lambda target: aio.insecure_channel(target, options=OPTIONS),
+            lambda target, credentials: aio.secure_channel(target, credentials, options=OPTIONS),
+        )
+        self._channels.append(channel)
+        return Stubs(channel)
+
+    def _method(self, request: type[Message]) -> Any:
+        if self._address.has_new_files():
+            self._stubs = self._connected()
+        return self._stubs.of(request)
 
     async def call(self, call: Call) -> Any:
         """The response, within the call's deadline. Raises SlotcarError."""
+        return await self.identified(lambda: self._call(call))
+
+    async def _call(self, call: Call) -> Any:
         with async_translated():
             return await self.begin(call)
+
+    async def identified(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """The result of an attempt; of another, with a token, if the sidecar does not know who called."""
+        try:
+            return await attempt()
+        except Unauthenticated:
+            if not await asyncio.to_thread(self._address.identify):
+                raise
+        return await attempt()
 
     def begin(self, call: Call) -> Any:
         """The same as an awaitable that can be cancelled; it fails with gRPC's errors."""
         seconds = (call.timeout_seconds or self.timeout_seconds) + call.wait_seconds
         with translated():
-            return self._stubs.of(type(call.request))(call.request, timeout=seconds)
+            method = self._method(type(call.request))
+            return method(call.request, timeout=seconds, metadata=call_metadata(self._address))
 
     def stream(self, request: Message) -> Any:
         """The answers to a request whose method streams them; a call without a deadline."""
         with translated():
-            return self._stubs.of(type(request))(request)
+            return self._method(type(request))(request, metadata=self._address.metadata())
 
     async def upload(self, upload: Upload) -> adapter_service_pb2.LoadAdapterStreamResponse:
         """Sends an adapter's files. Raises SlotcarError, also for what was wrong with the files on the way."""
-        method = self._stubs.of(adapter_service_pb2.LoadAdapterStreamRequest)
+        return await self.identified(lambda: self._upload(upload))
+
+    async def _upload(self, upload: Upload) -> adapter_service_pb2.LoadAdapterStreamResponse:
+        method = self._method(adapter_service_pb2.LoadAdapterStreamRequest)
         with upload.checked(), async_translated():
             response: adapter_service_pb2.LoadAdapterStreamResponse = await method(
-                _in_threads(upload.requests()), timeout=self.timeout_seconds + upload.least_seconds
+                _in_threads(upload.requests()),
+                timeout=self.timeout_seconds + upload.least_seconds,
+                metadata=call_metadata(self._address),
             )
         return response
 
@@ -61,7 +96,9 @@ class AsyncRpc:
 
     async def close(self) -> None:
         """Cancels what is under way. Idempotent."""
-        await self._channel.close()
+        for channel in self._channels:
+            await channel.close()
+        self._address.close()
 
 
 async def run(plan: Plan[T], perform: Perform) -> T:

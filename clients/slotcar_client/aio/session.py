@@ -226,7 +226,7 @@ class AsyncSession:
     async def _open(
         self, request: engine_service_pb2.OpenSessionRequest | engine_service_pb2.JoinSessionRequest
     ) -> engine_service_pb2.SessionOpened:
-        stream = await _Stream.open(self._rpc, request, self._resume)
+        stream = await self._rpc.identified(lambda: _Stream.open(self._rpc, request, self._resume))
         if self._stream is not None:
             self._stream.cancel()
         self._stream = stream

@@ -84,6 +84,12 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """UNAVAILABLE. The server's device computes no more, and readiness and liveness say so. Retry elsewhere, or when a
     new epoch is up.
     """
+    ERROR_REASON_UNAUTHENTICATED: _ErrorReason.ValueType  # 23
+    """UNAUTHENTICATED. The call carries no credentials that the server's policy knows. Present a certificate or a token."""
+    ERROR_REASON_NOT_ALLOWED: _ErrorReason.ValueType  # 24
+    """PERMISSION_DENIED. The policy does not let this client do that; metadata names the verb, adapter, plane or session.
+    Nothing changes. Ask whoever keeps the policy.
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call was refused. The table is closed: every error that leaves the server carries exactly one
@@ -148,6 +154,12 @@ ERROR_REASON_VERSION_MISMATCH: ErrorReason.ValueType  # 21
 ERROR_REASON_DEVICE_LOST: ErrorReason.ValueType  # 22
 """UNAVAILABLE. The server's device computes no more, and readiness and liveness say so. Retry elsewhere, or when a
 new epoch is up.
+"""
+ERROR_REASON_UNAUTHENTICATED: ErrorReason.ValueType  # 23
+"""UNAUTHENTICATED. The call carries no credentials that the server's policy knows. Present a certificate or a token."""
+ERROR_REASON_NOT_ALLOWED: ErrorReason.ValueType  # 24
+"""PERMISSION_DENIED. The policy does not let this client do that; metadata names the verb, adapter, plane or session.
+Nothing changes. Ask whoever keeps the policy.
 """
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 

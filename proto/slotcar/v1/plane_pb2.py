@@ -25,19 +25,21 @@ _sym_db = _symbol_database.Default()
 from slotcar.v1 import error_pb2 as slotcar_dot_v1_dot_error__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16slotcar/v1/plane.proto\x12\nslotcar.v1\x1a\x16slotcar/v1/error.proto\"\x92\x01\n\nPlaneHello\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12 \n\x05plane\x18\x03 \x01(\x0e\x32\x11.slotcar.v1.Plane\x12\x13\n\x0b\x61rena_bytes\x18\x04 \x01(\x04\x12\x16\n\x0elayout_version\x18\x05 \x01(\r\x12\x16\n\x0e\x63lient_version\x18\x06 \x01(\t\"g\n\x0cPlaneWelcome\x12)\n\x06opened\x18\x01 \x01(\x0b\x32\x17.slotcar.v1.PlaneOpenedH\x00\x12\"\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x11.slotcar.v1.ErrorH\x00\x42\x08\n\x06result\"8\n\x0bPlaneOpened\x12\x14\n\x0cregion_bytes\x18\x01 \x01(\x04\x12\x13\n\x0bslots_bytes\x18\x02 \x01(\x04*R\n\x05Plane\x12\x15\n\x11PLANE_UNSPECIFIED\x10\x00\x12\x10\n\x0cPLANE_STREAM\x10\x01\x12\x0e\n\nPLANE_RING\x10\x02\x12\x10\n\x0cPLANE_DIRECT\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16slotcar/v1/plane.proto\x12\nslotcar.v1\x1a\x16slotcar/v1/error.proto\"\xa7\x01\n\nPlaneHello\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12 \n\x05plane\x18\x03 \x01(\x0e\x32\x11.slotcar.v1.Plane\x12\x13\n\x0b\x61rena_bytes\x18\x04 \x01(\x04\x12\x16\n\x0elayout_version\x18\x05 \x01(\r\x12\x16\n\x0e\x63lient_version\x18\x06 \x01(\t\x12\x13\n\x0bwants_token\x18\x07 \x01(\x08\"\x91\x01\n\x0cPlaneWelcome\x12)\n\x06opened\x18\x01 \x01(\x0b\x32\x17.slotcar.v1.PlaneOpenedH\x00\x12\"\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x11.slotcar.v1.ErrorH\x00\x12(\n\x05token\x18\x03 \x01(\x0b\x32\x17.slotcar.v1.TokenIssuedH\x00\x42\x08\n\x06result\"8\n\x0bPlaneOpened\x12\x14\n\x0cregion_bytes\x18\x01 \x01(\x04\x12\x13\n\x0bslots_bytes\x18\x02 \x01(\x04\"\x1c\n\x0bTokenIssued\x12\r\n\x05token\x18\x01 \x01(\t*R\n\x05Plane\x12\x15\n\x11PLANE_UNSPECIFIED\x10\x00\x12\x10\n\x0cPLANE_STREAM\x10\x01\x12\x0e\n\nPLANE_RING\x10\x02\x12\x10\n\x0cPLANE_DIRECT\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'slotcar.v1.plane_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PLANE']._serialized_start=374
-  _globals['_PLANE']._serialized_end=456
+  _globals['_PLANE']._serialized_start=468
+  _globals['_PLANE']._serialized_end=550
   _globals['_PLANEHELLO']._serialized_start=63
-  _globals['_PLANEHELLO']._serialized_end=209
-  _globals['_PLANEWELCOME']._serialized_start=211
-  _globals['_PLANEWELCOME']._serialized_end=314
-  _globals['_PLANEOPENED']._serialized_start=316
-  _globals['_PLANEOPENED']._serialized_end=372
+  _globals['_PLANEHELLO']._serialized_end=230
+  _globals['_PLANEWELCOME']._serialized_start=233
+  _globals['_PLANEWELCOME']._serialized_end=378
+  _globals['_PLANEOPENED']._serialized_start=380
+  _globals['_PLANEOPENED']._serialized_end=436
+  _globals['_TOKENISSUED']._serialized_start=438
+  _globals['_TOKENISSUED']._serialized_end=466
 # @@protoc_insertion_point(module_scope)

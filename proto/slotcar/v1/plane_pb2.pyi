@@ -58,6 +58,7 @@ class PlaneHello(_message.Message):
     ARENA_BYTES_FIELD_NUMBER: _builtins.int
     LAYOUT_VERSION_FIELD_NUMBER: _builtins.int
     CLIENT_VERSION_FIELD_NUMBER: _builtins.int
+    WANTS_TOKEN_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     """The session's id."""
     rank: _builtins.int
@@ -70,6 +71,8 @@ class PlaneHello(_message.Message):
     """The version of the memory layouts that the client knows."""
     client_version: _builtins.str
     """As in OpenSessionRequest."""
+    wants_token: _builtins.bool
+    """The connection is for a token instead of a plane: of the fields above only client_version is read."""
     def __init__(
         self,
         *,
@@ -79,10 +82,11 @@ class PlaneHello(_message.Message):
         arena_bytes: _builtins.int = ...,
         layout_version: _builtins.int = ...,
         client_version: _builtins.str = ...,
+        wants_token: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "client_version", b"client_version", "layout_version", b"layout_version", "plane", b"plane", "rank", b"rank", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "client_version", b"client_version", "layout_version", b"layout_version", "plane", b"plane", "rank", b"rank", "session", b"session", "wants_token", b"wants_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -96,6 +100,7 @@ class PlaneWelcome(_message.Message):
 
     OPENED_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def opened(self) -> Global___PlaneOpened:
         """The plane is open for as long as the connection lives."""
@@ -104,17 +109,22 @@ class PlaneWelcome(_message.Message):
     def error(self) -> _error_pb2.Error:
         """Why it is not."""
 
+    @_builtins.property
+    def token(self) -> Global___TokenIssued:
+        """The token that was asked for."""
+
     def __init__(
         self,
         *,
         opened: Global___PlaneOpened | None = ...,
         error: _error_pb2.Error | None = ...,
+        token: Global___TokenIssued | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "opened", b"opened", "result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "opened", b"opened", "result", b"result", "token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "opened", b"opened", "result", b"result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "opened", b"opened", "result", b"result", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["opened", "error"]  # noqa: Y015
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["opened", "error", "token"]  # noqa: Y015
     _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
 
@@ -145,3 +155,27 @@ class PlaneOpened(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PlaneOpened: _TypeAlias = PlaneOpened  # noqa: Y015
+
+@_typing.final
+class TokenIssued(_message.Message):
+    """A token for calls over gRPC, which shows no server whose process is at the other end of a unix socket."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_FIELD_NUMBER: _builtins.int
+    token: _builtins.str
+    """What calls over the unix socket beside this one carry as "authorization: Bearer TOKEN", for as long as this
+    connection lives. Empty when the server has no policy, and calls need none.
+    """
+    def __init__(
+        self,
+        *,
+        token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenIssued: _TypeAlias = TokenIssued  # noqa: Y015

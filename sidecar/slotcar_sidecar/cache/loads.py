@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
@@ -23,6 +24,8 @@ from slotcar_sidecar.core.reservations import Party
 from slotcar_sidecar.core.slots import Claim, Demand
 from slotcar_sidecar.core.tensor import ITEM_BYTES
 from slotcar_sidecar.core.thrash import Evicted
+
+_log = logging.getLogger("slotcar.loads")
 
 _MAX_UPLOADS = 4
 _MAX_UNDER_WAY = 1024
@@ -228,6 +231,8 @@ class Loads:
             state.residency.slots.check(Demand(str(name), claim.party, state.residency.pins, fills))
             if fills:
                 self.begin(weights, name, "load")
+            else:
+                _tell("another load fills the slot", digest, adapter=str(name))
             await self.filled(digest)
         return resident
 
@@ -238,6 +243,8 @@ class Loads:
         if victim is not None:
             self._evicted.leave(victim, self._state.now())
             self._state.environment.observer.evicted("device", purpose)
+        evicted = victim.short if victim is not None else ""
+        _tell("slot taken", digest, adapter=str(name), slot=slot, purpose=purpose, evicted=evicted)
         self._state.publish()
         self._fills[digest] = _Fill(asyncio.create_task(self._fill(slot, weights)), name)
 
@@ -260,11 +267,12 @@ class Loads:
             unread = asyncio.Event()
             state.marks.when_unread(slot, unread.set)
             await unread.wait()
-            observer.load_stage("wait", state.now() - start)
+            observer.load_stage("wait", state.now() - start, weights.adapter.digest)
             start = state.now()
             await state.run(state.environment.load_pool, state.device.fill, slot, weights)
             state.residency.finish_fill(slot)
-            observer.load_stage("fill", state.now() - start)
+            observer.load_stage("fill", state.now() - start, weights.adapter.digest)
+            _tell("slot filled", weights.adapter.digest, slot=slot, fill_seconds=round(state.now() - start, 6))
             if self._evicted.come(weights.adapter.digest, state.now()):
                 observer.thrashed()
         except BaseException:
@@ -293,3 +301,8 @@ class Loads:
         except SlotcarError as error:
             return error
         return None
+
+
+def _tell(decision: str, digest: Digest, **fields: object) -> None:
+    """For people who look closely; see docs/operations.md."""
+    _log.debug(decision, extra={"fields": {"digest": digest.short, **fields}})

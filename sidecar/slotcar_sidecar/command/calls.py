@@ -18,6 +18,7 @@ import slotcar_client
 from slotcar_client import SlotcarError, Unavailable, aio
 
 from slotcar_sidecar.command import console
+from slotcar_sidecar.command.shown import credentials
 
 Command = Callable[..., Any]
 
@@ -28,12 +29,12 @@ def calls_server(command: Command) -> Command:
     @functools.wraps(command)
     def wrapper(target: str | None, as_json: bool, **arguments: Any) -> None:
         out = console.Output(as_json)
-        with _usage():
-            client = slotcar_client.connect(target)
+        with usage():
+            client = slotcar_client.connect(target, credentials=credentials())
         with _refusals(out, client.target), client:
             command(client, out, **arguments)
 
-    return _server_options(wrapper, "Print one JSON value.")
+    return server_options("Print one JSON value.")(wrapper)
 
 
 def follows_server(timeout_seconds: float) -> Callable[[Command], Command]:
@@ -45,15 +46,15 @@ def follows_server(timeout_seconds: float) -> Callable[[Command], Command]:
             out = console.Output(as_json)
 
             async def follow() -> None:
-                with _usage():
-                    client = aio.connect(target, timeout_seconds=timeout_seconds)
+                with usage():
+                    client = aio.connect(target, timeout_seconds=timeout_seconds, credentials=credentials())
                 with _refusals(out, client.target):
                     async with client:
                         await command(client, out, **arguments)
 
             asyncio.run(_until_ended(follow()))
 
-        return _server_options(wrapper, "Print JSON objects, one a line.")
+        return server_options("Print JSON objects, one a line.")(wrapper)
 
     return decorate
 
@@ -63,13 +64,18 @@ def absolute(source: str) -> str:
     return source if "://" in source else str(Path(source).absolute())
 
 
-def _server_options(command: Command, json_help: str) -> Command:
-    command = click.option("--json", "as_json", is_flag=True, help=json_help)(command)
-    return click.option("--target", help="Address of the sidecar. [env var: SLOTCAR_TARGET]")(command)
+def server_options(json_help: str) -> Callable[[Command], Command]:
+    """--target and --json."""
+
+    def decorate(command: Command) -> Command:
+        command = click.option("--json", "as_json", is_flag=True, help=json_help)(command)
+        return click.option("--target", help="Address of the sidecar. [env var: SLOTCAR_TARGET]")(command)
+
+    return decorate
 
 
 @contextlib.contextmanager
-def _usage() -> Iterator[None]:
+def usage() -> Iterator[None]:
     """A target that cannot be one is wrong usage."""
     try:
         yield

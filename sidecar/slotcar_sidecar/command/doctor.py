@@ -11,6 +11,7 @@ from pathlib import Path
 
 import slotcar_client
 
+from slotcar_sidecar.command.shown import credentials
 from slotcar_sidecar.config import Config, UnixAddress
 
 _REQUIRED = ("torch", "grpcio", "protobuf", "safetensors", "numpy", "prometheus-client")
@@ -103,7 +104,7 @@ def _socket_folder() -> Check:
 
 def _server(target: str | None) -> list[Check]:
     try:
-        with slotcar_client.connect(target, timeout_seconds=2.0) as client:
+        with slotcar_client.connect(target, timeout_seconds=2.0, credentials=credentials()) as client:
             layout = client.snapshot().layout
             found = f"{len(layout.slots)} slots, epoch {layout.version.epoch}"
             return [Check("sidecar", "ok", found), *(_plane(client, plane) for plane in _SHARED_PLANES)]

@@ -20,6 +20,7 @@ from slotcar_client import (
 )
 
 _DIGEST_CHARACTERS = 12
+_BAR_CHARACTERS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,15 @@ def desired(found: Iterable[DesiredAdapter]) -> Rows:
     return Rows(("ADAPTER", "DESIRED", "TIER", "STATE", "SINCE", "ATTEMPTS", "NEXT TRY", "CAUSE"), rows)
 
 
+def undone(found: Iterable[DesiredAdapter]) -> Rows:
+    """What is declared and not there, and why."""
+    rows = tuple(
+        (each.name or each.place, each.state, f"{each.reason}: {each.message}" if each.reason else "-")
+        for each in found
+    )
+    return Rows(("NOT AS DECLARED", "STATE", "CAUSE"), rows)
+
+
 def desired_file(desired: DesiredSet) -> tuple[str, ...]:
     """The file behind the table, in a line, and what is wrong with it in another."""
     file, states = desired.file, [each.state for each in desired.adapters]
@@ -187,6 +197,21 @@ def capacity(c: Capacity) -> tuple[str, ...]:
         *((f"restoring {c.restoring} names of the journal",) if c.restoring else ()),
         *(f"not back  {short_ref(failure.ref)}: {failure.why_not}" for failure in c.restore_failures),
     )
+
+
+def bars(c: Capacity) -> tuple[str, ...]:
+    """How full slots and tiers are, as bars that need no colour; for what has no size, none."""
+    used = (
+        ("slots", c.slots - c.slots_free, c.slots),
+        ("host", c.host_bytes_used, c.host_bytes_capacity),
+        ("disk", c.disk_bytes_used, c.disk_bytes_capacity),
+    )
+    return tuple(f"{name:<9} {_bar(count, most)}" for name, count, most in used if most)
+
+
+def _bar(count: int, most: int) -> str:
+    filled = min(_BAR_CHARACTERS, -(-count * _BAR_CHARACTERS // most))
+    return f"[{'#' * filled}{' ' * (_BAR_CHARACTERS - filled)}] {count / most:4.0%}"
 
 
 def _disk(c: Capacity) -> Iterator[str]:

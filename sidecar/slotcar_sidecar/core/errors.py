@@ -7,6 +7,7 @@ SlotcarError
 ├── SlotsExhausted · CapacityExceeded
 ├── LayoutStale · SessionNotFound · MappingNotFound
 ├── ShapeMismatch · SiteUnknown · RequestInvalid
+├── Unauthenticated · NotAllowed
 └── ShuttingDown · DeviceLost · InternalError
 """
 
@@ -48,6 +49,8 @@ class Reason(StrEnum):
     INTERNAL = "INTERNAL"
     VERSION_MISMATCH = "VERSION_MISMATCH"
     DEVICE_LOST = "DEVICE_LOST"
+    UNAUTHENTICATED = "UNAUTHENTICATED"
+    NOT_ALLOWED = "NOT_ALLOWED"
 
 
 class SlotcarError(Exception):
@@ -243,6 +246,23 @@ class DeviceLost(SlotcarError):
         super().__init__(
             "the server's device computes no more: retry elsewhere, or when a new epoch is up", device_error=why
         )
+
+
+class Unauthenticated(SlotcarError):
+    reason = Reason.UNAUTHENTICATED
+
+    def __init__(self, found: str) -> None:
+        super().__init__(
+            f"the policy knows nobody with {found}: nothing changes", found=found, wanted="credentials of a client"
+        )
+
+
+class NotAllowed(SlotcarError):
+    reason = Reason.NOT_ALLOWED
+
+    def __init__(self, client: str, what: str, **denied: object) -> None:
+        """`denied`: the verb, adapter, plane or session that the client may not use."""
+        super().__init__(f"the policy does not let {client} {what}: nothing changes", client=client, **denied)
 
 
 class VersionMismatch(SlotcarError):

@@ -36,7 +36,10 @@ class EventKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that happened; `time` is Unix seconds, `generation` the layout's after it."""
+    """One thing that happened; `time` is Unix seconds, `generation` the layout's after it.
+
+    `source` is where what was loaded comes from, "" for an upload.
+    """
 
     number: int
     kind: EventKind
@@ -47,6 +50,7 @@ class Event:
     slot: SlotId | None = None
     session: SessionId | None = None
     reason: str = ""
+    source: str = ""
 
 
 class Subject(TypedDict, total=False):
@@ -57,6 +61,7 @@ class Subject(TypedDict, total=False):
     slot: SlotId | None
     session: SessionId | None
     reason: str
+    source: str
 
 
 class EventLog:

@@ -5,6 +5,7 @@ Invariant: a digest is known as a name from the moment that the name had it unti
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Sequence
 
 from slotcar_sidecar.core.adapter import Adapter
@@ -51,6 +52,10 @@ class Names:
         """Every name, in order."""
         return iter(sorted(self._digests))
 
+    def first(self, most: int) -> list[AdapterName]:
+        """So many of the names at most, those that come first in their order."""
+        return heapq.nsmallest(most, self._digests, key=lambda name: name.value)
+
     # Look-ups
 
     def get(self, name: AdapterName) -> Digest | None:
@@ -85,6 +90,10 @@ class Names:
     def was_known_as(self, ref: AdapterRef) -> bool:
         """Whether the ref's name ever had the ref's digest, which is not forgotten yet."""
         return ref.digest is not None and ref.name in self._known_as.get(ref.digest, ())
+
+    def known_as(self, digest: Digest) -> frozenset[AdapterName]:
+        """The names that have or had the digest, which is not forgotten yet."""
+        return frozenset(self._known_as.get(digest, ()))
 
     def adapter(self, digest: Digest) -> Adapter:
         """The adapter with a digest that is not forgotten."""

@@ -124,6 +124,10 @@ class Uses:
         """The slots in order of their last use."""
         return sorted(slots, key=lambda slot: (-self._last.get(slot, 0), slot))
 
+    def last(self, slot: SlotId) -> int:
+        """The moment of the slot's last use, 0 for none."""
+        return self._last.get(slot, 0)
+
     def idle(self, candidates: Iterable[SlotId], since: int) -> list[SlotId]:
         """The candidates that were not used after the moment `since`."""
         return [slot for slot in candidates if self._last.get(slot, 0) <= since]

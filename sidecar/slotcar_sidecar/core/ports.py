@@ -184,8 +184,8 @@ class Tiers(Protocol):
 class Observer(Protocol):
     """Who counts what the cache does. Called on the owner's thread; never raises."""
 
-    def load_stage(self, stage: str, seconds: float) -> None:
-        """A load spent `seconds` in "read", "wait" (for readers of the slot) or "fill"."""
+    def load_stage(self, stage: str, seconds: float, digest: Digest) -> None:
+        """A load spent `seconds`, until now, in "read", "wait" (for readers of the slot) or "fill"."""
 
     def loaded(self, reason: str) -> None:
         """A load ended, for whomever; `reason` is "OK" or a row of the error table."""

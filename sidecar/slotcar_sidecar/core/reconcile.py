@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
 
 from slotcar_sidecar.core.desired import (
     Action,
@@ -27,6 +28,8 @@ from slotcar_sidecar.core.desired import (
 )
 from slotcar_sidecar.core.errors import Reason
 from slotcar_sidecar.core.ids import AdapterName
+
+_REACHED = (EntryState.READY, EntryState.ABSENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +62,14 @@ class EntryStatus:
 
 @dataclass(frozen=True, slots=True)
 class DesiredStatus:
-    """What is declared, and how far each entry is; `file` is None where nothing is declared by a file."""
+    """What is declared, and how far each entry is; `file` is None where nothing is declared by a file.
+
+    `counts` says how many entries are in each state, also when `entries` are only some of them.
+    """
 
     file: FileStatus | None = None
     entries: tuple[EntryStatus, ...] = ()
+    counts: Mapping[EntryState, int] = field(default_factory=dict)
 
 
 class Reconciliation:
@@ -193,20 +200,29 @@ class Reconciliation:
 
     def status(self, now: float) -> tuple[EntryStatus, ...]:
         """Every entry, in order of the names; those without one come last."""
-        sound = [
-            EntryStatus(
-                *("", str(name), entry.want, self._shown[name], entry.cause, entry.attempts),
-                None if entry.next_try is None else max(0.0, entry.next_try - now),
-                now - entry.since,
-            )
-            for name, entry in self._entries.items()
-        ]
+        found = [*(self._status_of(name, now) for name in self._entries), *self._broken(now)]
+        return tuple(sorted(found, key=lambda each: (not each.name, each.name)))
+
+    def worst(self, now: float, most: int) -> tuple[EntryStatus, ...]:
+        """At most so many entries: those that are malformed or have failed, then those on their way, then others."""
+        found = list(islice(self._broken(now), most))
+        for states in ((EntryState.FAILED,), (EntryState.LOADING, EntryState.PENDING), _REACHED):
+            names = (name for name, state in self._shown.items() if state in states)
+            found += [self._status_of(name, now) for name in islice(names, most - len(found))]
+        return tuple(found)
+
+    def _status_of(self, name: AdapterName, now: float) -> EntryStatus:
+        entry = self._entries[name]
+        return EntryStatus(
+            *("", str(name), entry.want, self._shown[name], entry.cause, entry.attempts),
+            None if entry.next_try is None else max(0.0, entry.next_try - now),
+            now - entry.since,
+        )
+
+    def _broken(self, now: float) -> Iterator[EntryStatus]:
         since = now - self._declared_at
-        broken = [
-            EntryStatus(each.place, each.name, None, EntryState.INVALID, each.cause, since_seconds=since)
-            for each in self._malformed
-        ]
-        return tuple(sorted([*sound, *broken], key=lambda each: (not each.name, each.name)))
+        for each in self._malformed:
+            yield EntryStatus(each.place, each.name, None, EntryState.INVALID, each.cause, since_seconds=since)
 
     # Steps
 

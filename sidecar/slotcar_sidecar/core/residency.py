@@ -262,16 +262,18 @@ class Residency:
         slot = self.readable_slot(digest)
         assert slot is not None or not binding.in_slot
         before = self.names.bind(name, adapter, binding.source)
+        subject = Subject(name=name, digest=digest, slot=slot, source=binding.source or adapter.source)
         if binding.keep:
             self.names.keep(name)
         if slot is not None and self.layout[slot].state is SlotState.DRAINING:
             self.slots.revive(slot)
         if before is not None:
-            self._record(EventKind.REPLACED, name=name, digest=digest, slot=slot, reason=f"was {before}")
+            subject["reason"] = f"was {before}"
+            self._record(EventKind.REPLACED, **subject)
             self._leave_alias(name, before)
             self._retire(before)
         else:
-            self._record(EventKind.LOADED, name=name, digest=digest, slot=slot)
+            self._record(EventKind.LOADED, **subject)
 
     # Operators' verbs
 

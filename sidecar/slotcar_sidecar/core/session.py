@@ -25,12 +25,13 @@ DEFAULT_GRACE_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class SessionTerms:
-    """What an engine asks of its session."""
+    """What an engine asks of its session, and which client of the policy it is; "" without one."""
 
     client_name: str = ""
     grace_seconds: float = DEFAULT_GRACE_SECONDS
     ranks: int = 1
     reserved_slots: int = 0
+    owner: str = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.grace_seconds <= MAX_GRACE_SECONDS:

@@ -166,6 +166,8 @@ CATALOGUE = (
         *("method", "reason"),
     ),
     _counter("slotcar_events", "Things that happened to adapters, slots and sessions.", "kind"),
+    _counter("slotcar_log_lines_dropped", "Lines of the log that nobody took in time, or that could not be written."),
+    _counter("slotcar_audit_failures", "Lines of the file of --audit-log that could not be written."),
     # The disk tier, the journal and remote sources
     _counter(
         "slotcar_disk_operations",
@@ -198,6 +200,20 @@ CATALOGUE = (
         "Time from a new declared set until each entry of it was tried.",
         buckets=_SETTLE_BUCKETS,
     ),
+    # Certificates, and files that are put in force while the server runs
+    _gauge(
+        "slotcar_certificate_expiry_timestamp_seconds",
+        "End of the life of certificates in force, in Unix seconds: of the server's, and the first of those that check "
+        "clients'.",
+        "certificate",
+        unit="seconds",
+    ),
+    _counter(
+        "slotcar_reloads",
+        "Files that were to be put in force anew, by what they are and by result: applied, failed.",
+        *("what", "result"),
+    ),
+    _gauge("slotcar_reload_failing", "1 while what the files say is not in force, as it cannot be, else 0.", "what"),
 )
 
 BY_NAME = {each.name: each for each in CATALOGUE}

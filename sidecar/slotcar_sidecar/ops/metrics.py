@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate, product
 
 import prometheus_client
 from prometheus_client.core import CollectorRegistry, CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
 
 from slotcar_sidecar.core.desired import EntryState
 from slotcar_sidecar.core.errors import Reason
 from slotcar_sidecar.core.events import Event, EventKind
+from slotcar_sidecar.core.ids import Digest
 from slotcar_sidecar.core.tally import BOUNDS_SECONDS, ForwardTally, Work
 from slotcar_sidecar.ops.catalogue import BY_NAME
 from slotcar_sidecar.ops.gauges import Gauges, Naming, Snapshot
+from slotcar_sidecar.ops.spans import Spans
 
 _PLANES = ("unary", "stream", "ring", "direct")
 _DISK_RESULTS = {
@@ -31,9 +35,13 @@ _NO_FORWARDS = {"OK": 0, Reason.LAYOUT_STALE.value: 0, Reason.INTERNAL.value: 0}
 class Metrics:
     """Called on the owner's thread; never raises."""
 
-    def __init__(self) -> None:
+    def __init__(self, spans: Spans | None = None) -> None:
+        """`spans` is told what ended, and says which trace it belongs to; None where nothing is traced."""
+        self._spans = spans
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
+        self.facts: Mapping[str, str] = {}
+        self.stage_listeners: list[Callable[[str, float, Digest], None]] = []
         self._build = prometheus_client.Info("slotcar_build", BY_NAME["slotcar_build"].text, registry=self.registry)
         self._rpcs = self._counter("slotcar_rpcs")
         self._events = self._counter("slotcar_events")
@@ -52,10 +60,15 @@ class Metrics:
         self._fetch_retries = self._counter("slotcar_fetch_retries")
         self._fetch_failures = self._counter("slotcar_fetch_failures")
         self._journal = self._counter("slotcar_journal_writes")
+        self._log_dropped = self._counter("slotcar_log_lines_dropped")
+        self._audit_failures = self._counter("slotcar_audit_failures")
         self._desired_entries = self._gauge("slotcar_desired_entries")
         self._desired_in_force = self._gauge("slotcar_desired_in_force")
         self._desired_failures = self._counter("slotcar_desired_failures")
         self._desired_seconds = self._histogram("slotcar_desired_settle_seconds")
+        self._reloads = self._counter("slotcar_reloads")
+        self._reload_failing = self._gauge("slotcar_reload_failing")
+        self._certificates = self._gauge("slotcar_certificate_expiry_timestamp_seconds")
         self._show_zeros()
 
     def _counter(self, name: str) -> prometheus_client.Counter:
@@ -97,21 +110,36 @@ class Metrics:
         self.registry.register(Gauges(snapshot, naming))
 
     def build(self, **facts: str) -> None:
+        self.facts = facts
         self._build.info(facts)
 
     def rpc(self, method: str, reason: str) -> None:
         self._rpcs.labels(method, reason).inc()
 
+    def certificate(self, kind: str, expires: float) -> None:
+        self._certificates.labels(kind).set(expires)
+
     def event(self, event: Event) -> None:
         self._events.labels(event.kind.value).inc()
+
+    def log_lost(self, lines: int) -> None:
+        """In any thread."""
+        self._log_dropped.inc(lines)
+
+    def audit_lost(self, lines: int) -> None:
+        """In any thread."""
+        self._audit_failures.inc(lines)
 
     # Loads
 
     def loaded(self, reason: str) -> None:
         self._loads.labels(reason).inc()
 
-    def load_stage(self, stage: str, seconds: float) -> None:
-        self._load_seconds.labels(stage).observe(seconds)
+    def load_stage(self, stage: str, seconds: float, digest: Digest) -> None:
+        trace = self._spans.load_stage(stage, seconds, digest) if self._spans else None
+        self._load_seconds.labels(stage).observe(seconds, trace)
+        for listener in self.stage_listeners:
+            listener(stage, seconds, digest)
 
     def looked_up(self, tier: str, hits: int, misses: int) -> None:
         self._lookups.labels(tier, "hit").inc(hits)
@@ -146,10 +174,13 @@ class Metrics:
         self._recoveries.inc()
 
     def mapping_waited(self, seconds: float) -> None:
-        self._mapping_seconds.observe(seconds)
+        trace = self._spans.mapping_waited(seconds) if self._spans else None
+        self._mapping_seconds.observe(seconds, trace)
 
     def forward(self, plane: str, seconds: float, reason: str, work: Work, queue_seconds: float) -> None:
         self._forwards.of(plane).add(seconds, reason, work, queue_seconds)
+        if self._spans and (trace := self._spans.forward(plane, seconds, reason, work, queue_seconds)):
+            self._forwards.note(plane, seconds, trace)
 
     def forward_waited(self) -> None:
         self._waits.inc()
@@ -175,6 +206,17 @@ class Metrics:
     def desired_file(self, *, in_force: bool) -> None:
         self._desired_in_force.set(in_force)
 
+    # Reloads
+
+    def reloads(self, what: str) -> None:
+        self._reload_failing.labels(what).set(0)
+        for result in ("applied", "failed"):
+            self._reloads.labels(what, result)
+
+    def reloaded(self, what: str, *, in_force: bool) -> None:
+        self._reloads.labels(what, "applied" if in_force else "failed").inc()
+        self._reload_failing.labels(what).set(not in_force)
+
 
 def _pairs(table: Mapping[str, Iterable[str]]) -> Iterator[tuple[str, str]]:
     return ((key, value) for key, values in table.items() for value in values)
@@ -185,11 +227,16 @@ class _Forwards(Collector):
 
     def __init__(self) -> None:
         self._own: dict[str, ForwardTally] = {}
+        self._exemplars: dict[tuple[str, int], Exemplar] = {}
         self._begun: dict[ForwardTally, str] = {}
 
     def of(self, plane: str) -> ForwardTally:
         """The owner's own counts."""
         return self._own.get(plane) or self._own.setdefault(plane, ForwardTally())
+
+    def note(self, plane: str, seconds: float, trace: dict[str, str]) -> None:
+        """A Forward's time belongs to a trace; the newest of a bucket is shown with it."""
+        self._exemplars[plane, bisect_left(BOUNDS_SECONDS, seconds)] = Exemplar(trace, seconds)
 
     def begin(self, plane: str) -> ForwardTally:
         self.of(plane)
@@ -212,7 +259,9 @@ class _Forwards(Collector):
             for reason, count in (_NO_FORWARDS | total.reasons).items():
                 ended.add_metric([plane, reason], count)
             rows.add_metric([plane], total.rows)
-            seconds.add_metric([plane], list(zip(bounds, accumulate(total.buckets), strict=True)), total.seconds)
+            counted = enumerate(zip(bounds, accumulate(total.buckets), strict=True))
+            buckets = [(*each, found) if (found := self._exemplars.get((plane, i))) else each for i, each in counted]
+            seconds.add_metric([plane], buckets, total.seconds)
             queued.add_metric([plane], total.queue_seconds)
             moved.add_metric([plane, "in"], total.in_bytes)
             moved.add_metric([plane, "out"], total.out_bytes)

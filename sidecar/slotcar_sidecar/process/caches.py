@@ -28,9 +28,9 @@ from slotcar_sidecar.core.residency import Residency
 from slotcar_sidecar.core.session import Sessions
 from slotcar_sidecar.device.cpu import CpuDevice
 from slotcar_sidecar.device.threads import compute_alone
-from slotcar_sidecar.ops import logs
+from slotcar_sidecar.ops import audit, logs
 from slotcar_sidecar.ops.metrics import Metrics
-from slotcar_sidecar.process import devices, scrapes
+from slotcar_sidecar.process import devices
 from slotcar_sidecar.process.fetches import make_sources
 from slotcar_sidecar.process.sockets import StartError
 from slotcar_sidecar.store.base_model import BaseModel
@@ -49,7 +49,7 @@ _log = logging.getLogger("slotcar")
 _REMOTE_THREADS = 4
 
 
-def make_cache(
+async def make_cache(
     config: Config, metrics: Metrics, no_fetches: threading.Event, resources: contextlib.ExitStack
 ) -> AdapterCache:
     """The cache of the settings, over its device, tiers and pools, which end with `resources`. Raises StartError."""
@@ -68,13 +68,14 @@ def make_cache(
     environment = Environment(load_pool, remote_pool, compute_pool, time.monotonic, new_id, metrics)
     events = EventLog(time.time)
     host = HostTierLru(config.host_bytes)
-    base = _open_base(config)
+    base = await asyncio.to_thread(_open_base, config)
     source = make_sources(config, base, metrics, no_fetches)
     resources.callback(no_fetches.set)
     layout = Layout.empty(Epoch(secrets.token_hex(EPOCH_BYTES // 2)), config.slots)
     device = devices.make_device(config, str(layout.epoch))
-    events.listeners += [functools.partial(logs.log_event, layout.epoch), metrics.event]
-    disk = _open_disk(config, environment, resources)
+    logs.bind(layout.epoch)
+    events.listeners += [logs.log_event, audit.audit_event, metrics.event]
+    disk = await _open_disk(config, environment, resources)
     tiers = StoreTiers(source, host, disk, environment, config.max_adapter_bytes, base)
     cache = AdapterCache(
         Residency(layout, events, tiers.forget, config.max_adapters, Eviction(config.eviction)),
@@ -91,7 +92,7 @@ def make_cache(
             config.mapping_idle_seconds,
         ),
     )
-    model = _read_model(config, base)
+    model = await asyncio.to_thread(_read_model, config, base)
     if model is not None:
         try:
             cache.adopt_model(model)
@@ -105,16 +106,19 @@ def make_cache(
         slot_dtype=config.dtype,
         kernel=device.kernel,
     )
-    scrapes.watch(metrics, cache, config)
     return cache
 
 
-def _open_disk(config: Config, environment: Environment, resources: contextlib.ExitStack) -> DiskTier:
-    """The disk tier of the settings; one that cannot be used is none. Raises StartError for what is wrongly set."""
+async def _open_disk(config: Config, environment: Environment, resources: contextlib.ExitStack) -> DiskTier:
+    """The disk tier of the settings; one that cannot be used is none. Raises StartError for what is wrongly set.
+
+    Another server that has the folder may keep its lock for long.
+    """
     if config.disk is None:
         return NoDisk()
     try:
-        folder = DiskFolder.open(config.disk, secrets.token_hex(8), config.disk_bytes, time.time)
+        own = secrets.token_hex(8)
+        folder = await asyncio.to_thread(DiskFolder.open, config.disk, own, config.disk_bytes, time.time)
     except (NotOurs, FileNotFoundError) as error:
         raise StartError(f"--disk {config.disk} cannot be used: {error}") from error
     except OSError as error:

@@ -9,16 +9,18 @@ from concurrent.futures import Executor
 from typing import TYPE_CHECKING
 
 from slotcar_sidecar.config import Config
+from slotcar_sidecar.core.errors import RequestInvalid
 from slotcar_sidecar.core.ports import Device
 from slotcar_sidecar.device.cpu import CpuDevice
 from slotcar_sidecar.device.found import why_no_gpu
 from slotcar_sidecar.process.sockets import StartError
+from slotcar_sidecar.ring.rings import SlotsDescriptor
 from slotcar_sidecar.rpc.health import Health
 
 if TYPE_CHECKING:
     from slotcar_sidecar.device.cuda.device import CudaDevice
 
-__all__ = ["is_on_gpu", "make_device", "warm_up", "watch"]
+__all__ = ["is_on_gpu", "make_device", "slots_descriptor", "warm_up", "watch"]
 
 _log = logging.getLogger("slotcar")
 
@@ -40,7 +42,25 @@ def make_device(config: Config, epoch: str) -> CpuDevice | CudaDevice:
     from slotcar_sidecar.device.cuda.device import CudaDevice  # which needs Triton
     from slotcar_sidecar.device.cuda.machine import Gpu
 
-    return CudaDevice(Gpu(), config.slots, config.max_rank, config.dtype)
+    return CudaDevice(Gpu(), config.slots, config.max_rank, config.dtype, epoch=epoch)
+
+
+def slots_descriptor(device: Device) -> SlotsDescriptor | None:
+    """What clients of the direct plane map; None before the model is known.
+
+    Raises RequestInvalid where the slots are on a GPU and no other process can have them.
+    """
+    if isinstance(device, CpuDevice):
+        file, weights = device.file, None
+    else:
+        gpu = _gpu(device)
+        file, memory = gpu.file, gpu.memory
+        if memory is not None and file is None:
+            raise RequestInvalid(
+                "plane", found="direct", wanted=f"another: the slots cannot be shared: {memory.why_not}"
+            )
+        weights = None if memory is None else memory.descriptor
+    return None if file is None else SlotsDescriptor(file.descriptor, file.geometry.total_bytes, weights)
 
 
 async def warm_up(device: Device, lanes: int, stop: asyncio.Event, pool: Executor) -> None:
@@ -66,7 +86,7 @@ async def watch(device: Device, health: Health) -> None:
     finally:
         gpu.when_lost.remove(tell)
     _log.error("the device is lost", extra={"fields": {"reason": gpu.lost}})
-    await health.tell(alive=False, ready=False)
+    health.lose()
 
 
 def _gpu(device: Device) -> CudaDevice:

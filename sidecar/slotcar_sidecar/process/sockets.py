@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import grp
 import logging
 import os
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from grpc import aio
+from grpc import ServerCredentials, aio
 from slotcar.shm.handshake import SUFFIX
 
-from slotcar_sidecar.config import Address, TcpAddress, UnixAddress
+from slotcar_sidecar.config import Address, Config, TcpAddress, UnixAddress
 
 _log = logging.getLogger("slotcar")
 
@@ -26,15 +28,57 @@ class StartError(Exception):
     """Why the server cannot start."""
 
 
-def bind(server: aio.Server, address: Address) -> Address:
-    """Binds, and returns the address with the port that was given. A unix socket gets mode 0660."""
+@dataclass(frozen=True, slots=True)
+class Doors:
+    """Who may connect to a unix socket, by its mode and its group; None is the group of the process."""
+
+    mode: int = 0o660
+    group: int | None = None
+
+    @classmethod
+    def of(cls, config: Config) -> Doors:
+        """Raises StartError for a group that this machine does not know."""
+        group = config.socket_group
+        try:
+            number = None if group is None else int(group) if group.isdecimal() else grp.getgrnam(group).gr_gid
+        except KeyError:
+            raise StartError(f"--socket-group is {group}: this machine has no such group") from None
+        return cls(int(config.socket_mode, 8), number)
+
+    @contextlib.contextmanager
+    def around(self, path: Path) -> Iterator[None]:
+        """A socket that is bound at `path` inside is nobody else's before it has its group."""
+        umask = os.umask(0o177)
+        try:
+            yield
+        finally:
+            os.umask(umask)
+        if self.group is not None:
+            os.chown(path, -1, self.group)
+        path.chmod(self.mode)
+
+
+DEFAULT_DOORS = Doors()
+
+
+def bind(
+    server: aio.Server,
+    address: Address,
+    doors: Doors = DEFAULT_DOORS,
+    credentials: Callable[[], ServerCredentials] | None = None,
+) -> Address:
+    """Binds, and returns the address with the port that was given. `credentials` makes those of a TCP port."""
     try:
         if isinstance(address, TcpAddress):
             port = address.port
             for host in _resolved(address.host):
-                port = server.add_insecure_port(TcpAddress(host, port).authority)
+                authority = TcpAddress(host, port).authority
+                if credentials is None:
+                    port = server.add_insecure_port(authority)
+                else:
+                    port = server.add_secure_port(authority, credentials())
             return TcpAddress(address.host, port)
-        with _for_owner_and_group():
+        with doors.around(address.path):
             server.add_insecure_port(f"unix:{quote(str(address.path))}")
         return address
     except (RuntimeError, OSError) as error:
@@ -46,27 +90,17 @@ def handshake_path(address: UnixAddress) -> Path:
     return Path(f"{address.path}{SUFFIX}")
 
 
-def listen_for_handshakes(path: Path) -> socket.socket:
-    """A listening socket of mode 0660. Raises StartError."""
+def listen_for_handshakes(path: Path, doors: Doors = DEFAULT_DOORS) -> socket.socket:
+    """A listening socket. Raises StartError."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        with _for_owner_and_group():
+        with doors.around(path):
             listener.bind(str(path))
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
         raise StartError(f"cannot listen at {path}: {error.strerror}") from error
     return listener
-
-
-@contextlib.contextmanager
-def _for_owner_and_group() -> Iterator[None]:
-    """A socket that is made here gets mode 0660."""
-    umask = os.umask(0o117)
-    try:
-        yield
-    finally:
-        os.umask(umask)
 
 
 def _resolved(host: str) -> list[str]:

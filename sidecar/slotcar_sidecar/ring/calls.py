@@ -16,6 +16,7 @@ from slotcar_sidecar.ring.channel import Channel
 from slotcar_sidecar.ring.refusals import to_payload
 from slotcar_sidecar.ring.thread import Asked
 from slotcar_sidecar.rpc import session_calls
+from slotcar_sidecar.rpc.access import Access
 from slotcar_sidecar.rpc.interceptors import Count, counted
 
 _ENTRY_BYTES = 80  # the most that an entry takes in the answer to SetMapping
@@ -39,20 +40,25 @@ _CALLS: Mapping[int, _Call] = {
 
 
 class Calls:
-    """Answers them; `count` is told how each ends."""
+    """Answers them; `count` is told how each ends, and `access`, if there is a policy, whether each may be made."""
 
-    def __init__(self, cache: AdapterCache, count: Count) -> None:
+    def __init__(self, cache: AdapterCache, count: Count, access: Access | None = None) -> None:
         self._cache = cache
         self._count = count
+        self._access = access
 
     async def answer(self, channel: Channel, asked: Asked) -> tuple[Status, bytes]:
         """The response, or the Error; as bytes that fit into the cell."""
         call, room = _CALLS[asked.kind], channel.geometry.payload_bytes
         try:
+            if self._access is not None:
+                self._access.admit_owner(channel.terms.session, call.name)
             request = _read(call, asked.payload)
             _check_session(request, str(channel.terms.session.session_id))
             if call.name == "SetMapping":
                 _check_room(request, room)
+            if self._access is not None:
+                self._access.check(request, call.name, channel.terms.plane)
             response = (await call.answer(self._cache, request)).SerializeToString()
         except Exception as error:
             return Status.ERROR, to_payload(counted(self._count, call.name, error), room)

@@ -1,4 +1,4 @@
-"""The hand-shake: a client says which session it belongs to, and gets the descriptors of its channel.
+"""The hand-shake: a client names its session and gets the descriptors of a channel, or gets the token it asks for.
 
 Invariant: a client that says nothing, or anything but one sound hello, has a connection for a few seconds at most, and
 keeps nobody else from getting one.
@@ -20,8 +20,10 @@ from slotcar.version import compatible
 
 from slotcar_sidecar.core.errors import RequestInvalid, VersionMismatch
 from slotcar_sidecar.core.ids import SessionId
-from slotcar_sidecar.ring.peers import check_peer
+from slotcar_sidecar.ring.peers import Peer, check_peer, peer_of
 from slotcar_sidecar.ring.rings import Rings, Wish
+from slotcar_sidecar.ring.tokens import Tokens
+from slotcar_sidecar.rpc.access import Access
 from slotcar_sidecar.rpc.convert import PLANES
 from slotcar_sidecar.rpc.interceptors import Count, counted
 from slotcar_sidecar.rpc.status import to_message
@@ -36,12 +38,17 @@ _PLANES = {number: name for name, number in PLANES.items() if name != "stream"}
 
 
 class Handshakes:
-    """Those under way, on the event loop that it is made on; `count` is told how each ends."""
+    """Those under way, on the event loop that it is made on; `count` is told how each ends.
 
-    def __init__(self, rings: Rings, version: str, count: Count) -> None:
+    With `access` the policy says who may have what.
+    """
+
+    def __init__(self, rings: Rings, version: str, count: Count, access: Access | None = None) -> None:
         self._rings = rings
         self._version = version
         self._count = count
+        self._access = access
+        self._tokens = Tokens(access)
         self._loop = asyncio.get_running_loop()
         self._listeners: list[socket.socket] = []
         self._pending: dict[socket.socket, asyncio.TimerHandle] = {}
@@ -60,6 +67,7 @@ class Handshakes:
         self._listeners.clear()
         for connection in tuple(self._pending):
             self._refuse_silently(connection)
+        self._tokens.close()
 
     def _accept(self, listener: socket.socket, path: Path) -> None:
         try:
@@ -102,10 +110,14 @@ class Handshakes:
             connection.close()
 
     def _welcome(self, connection: socket.socket, path: Path, data: bytes) -> bool:
-        """Answers the hello; False unless the connection is a channel's now."""
+        """Answers the hello; False unless the connection is a channel's or a token's now."""
         try:
-            check_peer(connection, _group_of(path))
-            channel = self._rings.open(self._wish(data), connection)
+            hello, peer = self._hello(data), peer_of(connection)
+            if hello.wants_token:
+                return self._tokens.give(connection, peer)
+            wish = _wish(hello, peer)
+            self._check(peer, wish, path)
+            channel = self._rings.open(wish, connection)
         except Exception as error:
             refusal = plane_pb2.PlaneWelcome(error=to_message(counted(self._count, _NAME, error)))
             _send(lambda: connection.send(refusal.SerializeToString()))
@@ -121,8 +133,15 @@ class Handshakes:
             self._rings.end(channel, "its client did not take the welcome")
         return True
 
-    def _wish(self, data: bytes) -> Wish:
-        """What the hello asks for. Raises RequestInvalid or VersionMismatch."""
+    def _check(self, peer: Peer, wish: Wish, path: Path) -> None:
+        """Whether the peer may have what it asks for. Raises SlotcarError."""
+        if self._access is None:
+            check_peer(peer, _group_of(path))
+        else:
+            self._access.check_peer(wish.identities, wish.session, wish.plane, str(peer))
+
+    def _hello(self, data: bytes) -> plane_pb2.PlaneHello:
+        """Raises RequestInvalid or VersionMismatch."""
         if len(data) > MESSAGE_BYTES:
             raise RequestInvalid("hello", found="more bytes", wanted=f"at most {MESSAGE_BYTES}")
         try:
@@ -133,15 +152,20 @@ class Handshakes:
             ) from None
         if not compatible(self._version, hello.client_version):
             raise VersionMismatch(found=hello.client_version, wanted=self._version)
-        if hello.layout_version != region.VERSION:
-            error = VersionMismatch(
-                found=f"{hello.layout_version} of the memory layout", wanted=f"{region.VERSION} of the memory layout"
-            )
-            error.field = "layout_version"
-            raise error
-        if hello.plane not in _PLANES:
-            raise RequestInvalid("plane", found=hello.plane, wanted="PLANE_RING or PLANE_DIRECT")
-        return Wish(SessionId(hello.session), hello.rank, _PLANES[hello.plane], hello.arena_bytes)
+        return hello
+
+
+def _wish(hello: plane_pb2.PlaneHello, peer: Peer) -> Wish:
+    """The plane that the hello asks for. Raises RequestInvalid or VersionMismatch."""
+    if hello.layout_version != region.VERSION:
+        error = VersionMismatch(
+            found=f"{hello.layout_version} of the memory layout", wanted=f"{region.VERSION} of the memory layout"
+        )
+        error.field = "layout_version"
+        raise error
+    if hello.plane not in _PLANES:
+        raise RequestInvalid("plane", found=hello.plane, wanted="PLANE_RING or PLANE_DIRECT")
+    return Wish(SessionId(hello.session), hello.rank, _PLANES[hello.plane], hello.arena_bytes, peer.identities)
 
 
 def _group_of(path: Path) -> int | None:

@@ -1,11 +1,13 @@
-"""Who may have shared memory: the process at the other end of a unix socket, as the kernel says that it is."""
+"""Who is at the other end of a unix socket, as the kernel says, and who may have shared memory without a policy."""
 
 from __future__ import annotations
 
 import os
 import socket
 import struct
+from dataclasses import dataclass
 
+from slotcar_sidecar.core.access import Identity, Proof
 from slotcar_sidecar.core.errors import RequestInvalid
 
 _CREDENTIALS = struct.Struct("@iII")  # process, user, group
@@ -14,16 +16,33 @@ _SO_PEERGROUPS = 59  # Linux 4.13; not in the socket module
 _MOST_BYTES = 1024  # that the socket module reads of an option
 
 
-def check_peer(connection: socket.socket, group: int | None) -> None:
-    """Raises RequestInvalid unless the peer is root, the user of this process, or in `group`, the socket's."""
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A process, when it connected: its user and its groups. Its number means nothing in another container."""
+
+    user: int
+    groups: frozenset[int]
+
+    @property
+    def identities(self) -> frozenset[Identity]:
+        """What a policy may know it by."""
+        return frozenset({Identity(Proof.UID, str(self.user)), *(Identity(Proof.GID, str(g)) for g in self.groups)})
+
+    def __str__(self) -> str:
+        return f"user {self.user} of groups {', '.join(map(str, sorted(self.groups)))}"
+
+
+def peer_of(connection: socket.socket) -> Peer:
+    """Who connected."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, user, own_group = _CREDENTIALS.unpack(data)
-    if user in (0, os.geteuid()):
-        return
-    groups = {own_group, *_more_groups(connection)}
-    if group not in groups:
-        found = f"user {user} of groups {', '.join(map(str, sorted(groups)))}"
-        raise RequestInvalid("peer", found=found, wanted=f"root, user {os.geteuid()}, or one of group {group}")
+    _, user, group = _CREDENTIALS.unpack(data)
+    return Peer(user, frozenset({group, *_more_groups(connection)}))
+
+
+def check_peer(peer: Peer, group: int | None) -> None:
+    """Raises RequestInvalid unless the peer is root, the user of this process, or in `group`, the socket's."""
+    if peer.user not in (0, os.geteuid()) and group not in peer.groups:
+        raise RequestInvalid("peer", found=str(peer), wanted=f"root, user {os.geteuid()}, or one of group {group}")
 
 
 def _more_groups(connection: socket.socket) -> list[int]:

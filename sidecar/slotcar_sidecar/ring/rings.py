@@ -18,6 +18,7 @@ from slotcar.shm.region import RegionGeometry
 
 from slotcar_sidecar.cache import AdapterCache
 from slotcar_sidecar.cache.threads import Tell
+from slotcar_sidecar.core.access import Identity
 from slotcar_sidecar.core.errors import CapacityExceeded, ModelUnknown, RequestInvalid, ShuttingDown
 from slotcar_sidecar.core.ids import SessionId
 from slotcar_sidecar.core.session import Session
@@ -25,6 +26,7 @@ from slotcar_sidecar.ring.calls import Calls
 from slotcar_sidecar.ring.channel import Channel, Terms
 from slotcar_sidecar.ring.thread import Asked, RingThread
 from slotcar_sidecar.ring.uses import Uses
+from slotcar_sidecar.rpc.access import Access
 from slotcar_sidecar.rpc.interceptors import Count
 
 _log = logging.getLogger("slotcar.ring")
@@ -41,31 +43,39 @@ class RingLimits:
 
 @dataclass(frozen=True, slots=True)
 class SlotsDescriptor:
-    """The file that clients of the direct plane map."""
+    """The file that clients of the direct plane map, and the memory of a GPU that the weights are in, if not there."""
 
     descriptor: int
     size_bytes: int
+    weights: int | None = None
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        return (self.descriptor,) if self.weights is None else (self.descriptor, self.weights)
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a client asks for in the hand-shake."""
+    """What a client asks for in the hand-shake, and by what a policy knows its process."""
 
     session: SessionId
     rank: int
     plane: str
     arena_bytes: int
+    identities: frozenset[Identity] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
     """What the process gives: `tell` runs what it is given in the owner's thread, `call_back` makes a thread's system
-    call return, `slots` is the slots file once there is one, `count` is told how each call ends."""
+    call return, `count` is told how each call ends. `slots` is the slots file once there is one, or raises why there is
+    none; `access`, where there is a policy, who may do what."""
 
     tell: Tell
     call_back: Callable[[RingThread], None]
     slots: Callable[[], SlotsDescriptor | None]
     count: Count
+    access: Access | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +84,7 @@ class _Open:
 
     thread: RingThread
     uses: Uses
+    identities: frozenset[Identity]
     calls: set[asyncio.Task[Any]] = field(default_factory=set)
 
 
@@ -84,13 +95,15 @@ class Rings:
         self._cache = cache
         self._limits = limits
         self._around = around
-        self._calls = Calls(cache, around.count)
+        self._calls = Calls(cache, around.count, around.access)
         self._open: dict[Channel, _Open] = {}
         self._by_rank: dict[tuple[SessionId, int], Channel] = {}
         self._ringing: dict[RingThread, Channel | None] = {}
         self._direct = cache.environment.observer.begin_tally("direct")
         self.threads = tuple(RingThread(cache, self, around.tell) for _ in range(threads))
         cache.when_session_ends.append(self._end_session)
+        if around.access is not None:
+            around.access.when_replaced.append(self._look_again)
 
     def __len__(self) -> int:
         """How many channels there are, with those that are being given back."""
@@ -129,13 +142,13 @@ class Rings:
         channel = Channel(terms, RegionGeometry(wish.arena_bytes), str(cache.layout.epoch), connection)
         if before is not None:
             self.end(before, "a newer connection took its place")
-        self._begin(channel)
+        self._begin(channel, wish.identities)
         return channel
 
-    def _begin(self, channel: Channel) -> None:
+    def _begin(self, channel: Channel, identities: frozenset[Identity]) -> None:
         terms = channel.terms
         taken = [opened.thread for opened in self._open.values()]
-        opened = _Open(min(self.threads, key=taken.count), Uses(self._cache.limits.max_rows))
+        opened = _Open(min(self.threads, key=taken.count), Uses(self._cache.limits.max_rows), identities)
         self._open[channel] = opened
         self._by_rank[terms.session.session_id, terms.rank] = channel
         terms.session.planes[terms.rank] = terms.plane
@@ -147,7 +160,7 @@ class Rings:
         slots = self._around.slots() if channel.terms.plane == "direct" else None
         if slots is None:
             return channel.descriptors, 0
-        return (*channel.descriptors, slots.descriptor), slots.size_bytes
+        return (*channel.descriptors, *slots.descriptors), slots.size_bytes
 
     def end(self, channel: Channel, why: str) -> None:
         """Its client sees it at once; what it has is freed when its Forward has ended. Idempotent."""
@@ -174,6 +187,15 @@ class Rings:
         terms = channel.terms
         fields = {"session": terms.session.session_id.short, "rank": terms.rank, "plane": terms.plane} | more
         _log.info(event, extra={"fields": fields})
+
+    def _look_again(self) -> None:
+        """Ends the channels of processes that are another client now, or nobody's: the policy was replaced."""
+        access = self._around.access
+        assert access is not None
+        for channel, opened in tuple(self._open.items()):
+            client = access.policy.find(opened.identities)
+            if client is None or client.name != channel.terms.session.terms.owner:
+                self.end(channel, "the policy changed")
 
     def _end_session(self, session: Session) -> None:
         for channel in tuple(self._open):

@@ -14,14 +14,22 @@ from slotcar.v1 import adapter_service_pb2 as pb
 
 from slotcar_sidecar.cache import AdapterCache
 from slotcar_sidecar.core.bindings import Resident
+from slotcar_sidecar.core.caller import CALLER
 from slotcar_sidecar.core.calls import LoadCall, Loaded, PrefetchCall
-from slotcar_sidecar.core.errors import RequestInvalid, ShuttingDown, SourceDenied, SourceUnavailable
+from slotcar_sidecar.core.errors import (
+    AdapterNotFound,
+    CapacityExceeded,
+    RequestInvalid,
+    ShuttingDown,
+    SourceDenied,
+    SourceUnavailable,
+)
 from slotcar_sidecar.core.events import MAX_REPLAY
 from slotcar_sidecar.core.ids import AdapterRef
 from slotcar_sidecar.core.layout import Layout
 from slotcar_sidecar.core.ports import Upload
 from slotcar_sidecar.core.reconcile import DesiredStatus, EntryStatus, FileStatus
-from slotcar_sidecar.rpc import convert, convert_desired, convert_state
+from slotcar_sidecar.rpc import convert, convert_desired, convert_state, visible
 from slotcar_sidecar.rpc.ending import ended_by
 from slotcar_sidecar.rpc.interceptors import readable
 from slotcar_sidecar.rpc.paging import Pager
@@ -35,7 +43,13 @@ _LEAST_BYTES_PER_SECOND = 64 << 10
 class AdapterService(adapter_service_pb2_grpc.AdapterServiceServicer):
     """For operators, routers and engines."""
 
-    def __init__(self, cache: AdapterCache, heartbeat_seconds: float, desired: Callable[[], DesiredStatus]) -> None:
+    def __init__(
+        self,
+        cache: AdapterCache,
+        heartbeat_seconds: float,
+        desired: Callable[[], DesiredStatus],
+        max_watchers: int = 256,
+    ) -> None:
         self._cache = cache
         self._desired = desired
         clock, new_id = cache.environment.clock, cache.environment.new_id
@@ -43,6 +57,8 @@ class AdapterService(adapter_service_pb2_grpc.AdapterServiceServicer):
         self._session_pager: Pager[pb.SessionStatus] = Pager(clock, new_id)
         self._desired_pager: Pager[EntryStatus] = Pager(clock, new_id)
         self._heartbeat_seconds = heartbeat_seconds
+        self._max_watchers = max_watchers
+        self._watchers = 0
 
     async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Context) -> pb.LoadAdapterResponse:
         call = LoadCall(
@@ -53,10 +69,22 @@ class AdapterService(adapter_service_pb2_grpc.AdapterServiceServicer):
             hold=convert.to_hold(request.hold, "hold.") if request.HasField("hold") else None,
             **convert.to_target("target_tier", request.target_tier),
         )
+        self._check_known(call)
         with _naming_source(request.source):
             loaded = await self._cache.load(call)
         hold_tier = convert.from_hold_tier(loaded.hold) if loaded.hold else adapter_pb2.TIER_UNSPECIFIED
         return pb.LoadAdapterResponse(**self._loaded(loaded), hold_tier=hold_tier)
+
+    def _check_known(self, call: LoadCall) -> None:
+        """Layouts show every digest: one that the caller knows no name of is not to be had by it.
+
+        Raises AdapterNotFound.
+        """
+        caller, digest = CALLER.get(), call.ref.digest
+        if call.source is not None or digest is None or not caller.is_limited:
+            return
+        if not any(map(caller.sees, self._cache.residency.names.known_as(digest))):
+            raise AdapterNotFound(call.ref)
 
     async def LoadAdapterStream(
         self, request_iterator: AsyncIterator[pb.LoadAdapterStreamRequest], context: Context
@@ -149,7 +177,8 @@ class AdapterService(adapter_service_pb2_grpc.AdapterServiceServicer):
         if request.page_token:
             page = self._pager.next(request.page_token, request.page_size)
         else:
-            items = tuple((resident, self._tier(resident)) for resident in self._cache.residency.describe_all())
+            residents = filter(lambda each: CALLER.get().sees(each.name), self._cache.residency.describe_all())
+            items = tuple((resident, self._tier(resident)) for resident in residents)
             page = self._pager.first(items, self._cache.layout, request.page_size)
         assert isinstance(page.extra, Layout)
         return pb.ListAdaptersResponse(
@@ -163,7 +192,8 @@ class AdapterService(adapter_service_pb2_grpc.AdapterServiceServicer):
             page = self._desired_pager.next(request.page_token, request.page_size)
         else:
             desired = self._desired()
-            page = self._desired_pager.first(desired.entries, (desired.file, self._cache.layout), request.page_size)
+            entries = tuple(each for each in desired.entries if CALLER.get().sees(each.name))
+            page = self._desired_pager.first(entries, (desired.file, self._cache.layout), request.page_size)
         file, layout = cast(tuple[FileStatus | None, Layout], page.extra)
         return pb.ListDesiredResponse(
             file=convert_desired.from_file(file) if file else None,
@@ -209,7 +239,7 @@ class AdapterService(adapter_service_pb2_grpc.AdapterServiceServicer):
         )
 
     async def GetCapacity(self, request: pb.GetCapacityRequest, context: Context) -> pb.GetCapacityResponse:
-        return convert_state.from_capacity(self._cache.capacity(), self._cache.layout)
+        return convert_state.from_capacity(visible.capacity(self._cache.capacity()), self._cache.layout)
 
     async def ListSessions(self, request: pb.ListSessionsRequest, context: Context) -> pb.ListSessionsResponse:
         if request.page_token:
@@ -219,6 +249,7 @@ class AdapterService(adapter_service_pb2_grpc.AdapterServiceServicer):
             items = tuple(
                 convert_state.from_session(session, cache.residency, cache.running(session), now)
                 for session in cache.sessions
+                if visible.session(session)
             )
             page = self._session_pager.first(items, cache.layout, request.page_size)
         assert isinstance(page.extra, Layout)
@@ -234,19 +265,37 @@ class AdapterService(adapter_service_pb2_grpc.AdapterServiceServicer):
     ) -> AsyncIterator[pb.WatchEventsResponse]:
         cache, events = self._cache, self._cache.events
         wanted = max(events.next_number - min(request.replay, MAX_REPLAY), events.first_number)
-        replayed = events.next_number - wanted
-        yield pb.WatchEventsResponse(layout=convert.from_version(cache.layout), replayed=replayed)
-        while not cache.closed:
-            for event in events.since(wanted):
-                yield pb.WatchEventsResponse(
-                    event=convert.from_event(event),
-                    layout=convert.from_version(cache.layout),
-                    missed=event.number - wanted,
-                )
-                wanted = event.number + 1
-            if wanted == events.next_number:
-                await cache.wait_for_change(self._heartbeat_seconds)
-        raise ShuttingDown
+        replayed = sum(visible.event(event) is not None for event in events.since(wanted))
+        missed = 0
+        with self._watching():
+            yield pb.WatchEventsResponse(layout=convert.from_version(cache.layout), replayed=replayed)
+            while not cache.closed:
+                for event in events.since(wanted):
+                    missed, wanted = missed + event.number - wanted, event.number + 1
+                    seen = visible.event(event)
+                    if seen is None:
+                        continue
+                    layout = convert.from_version(cache.layout)
+                    yield pb.WatchEventsResponse(event=convert.from_event(seen), layout=layout, missed=missed)
+                    missed = 0
+                if wanted == events.next_number:
+                    await cache.wait_for_change(self._heartbeat_seconds)
+            raise ShuttingDown
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Raises CapacityExceeded when as many watch as may."""
+        if self._watchers >= self._max_watchers:
+            raise CapacityExceeded(
+                f"{self._watchers} streams of events are open already: end one",
+                found=self._watchers,
+                wanted=f"fewer than {self._max_watchers}",
+            )
+        self._watchers += 1
+        try:
+            yield
+        finally:
+            self._watchers -= 1
 
     def _described(self, ref: AdapterRef) -> adapter_pb2.Adapter:
         return self._adapter(self._cache.residency.describe(ref))

@@ -12,6 +12,7 @@ from slotcar.v1 import engine_service_pb2_grpc
 from slotcar.version import compatible
 
 from slotcar_sidecar.cache import AdapterCache
+from slotcar_sidecar.core.caller import CALLER
 from slotcar_sidecar.core.calls import Computed, ForwardCall
 from slotcar_sidecar.core.errors import RequestInvalid, ShuttingDown, VersionMismatch
 from slotcar_sidecar.core.ids import AdapterRef, SessionId
@@ -65,6 +66,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
             DEFAULT_GRACE_SECONDS if grace is None else grace,
             request.ranks or 1,
             request.reserved_slots,
+            CALLER.get().name,
         )
         if request.resume_session:
             return self._cache.resume_session(SessionId(request.resume_session), model)
@@ -119,7 +121,7 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
                 slot_dtype=convert.DTYPES[cache.device.slot_dtype],
                 max_message_bytes=facts.max_message_bytes,
                 max_response_bytes=cache.limits.max_response_bytes,
-                planes=[convert.PLANES[plane] for plane in facts.planes],
+                planes=[convert.PLANES[plane] for plane in facts.planes if CALLER.get().may_use(plane)],
             ),
             model_spec=from_model(cache.model) if cache.model else None,
             layout=convert.from_layout(cache.layout),

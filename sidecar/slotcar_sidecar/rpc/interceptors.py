@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from typing import Any
 
 import grpc
@@ -12,6 +12,7 @@ from google.protobuf.message import DecodeError, Message
 from grpc import aio
 
 from slotcar_sidecar.core.errors import CapacityExceeded, InternalError, RequestInvalid, SlotcarError
+from slotcar_sidecar.rpc.access import Access
 from slotcar_sidecar.rpc.status import CODES, DETAILS_KEY, to_status
 
 _log = logging.getLogger("slotcar.rpc")
@@ -21,11 +22,15 @@ Count = Callable[[str, str], None]
 
 
 class ErrorInterceptor(aio.ServerInterceptor):
-    """Wraps slotcar's own services; health and reflection pass through."""
+    """Wraps slotcar's own services; health and reflection pass through, as they tell nothing of adapters and clients.
 
-    def __init__(self, max_message_bytes: int, count: Count) -> None:
+    With `access`, each call is admitted first.
+    """
+
+    def __init__(self, max_message_bytes: int, count: Count, access: Access | None = None) -> None:
         self._max_message_bytes = max_message_bytes
         self._count = count
+        self._access = access
 
     async def intercept_service(
         self,
@@ -72,7 +77,9 @@ class ErrorInterceptor(aio.ServerInterceptor):
     def _unary(self, name: str, handler: Callable[[Any, Any], Awaitable[Any]]) -> Any:
         async def call(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
             try:
-                response = await handler(readable(request), context)
+                admitted = self._admitted(name, request, context)
+                with self._lasting(admitted):
+                    response = await handler(admitted, context)
             except Exception as error:
                 self._refuse(name, error, context)
                 return None
@@ -84,15 +91,31 @@ class ErrorInterceptor(aio.ServerInterceptor):
     def _streaming(self, name: str, handler: Callable[[Any, Any], Any]) -> Any:
         async def call(request: Any, context: aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
             try:
-                async with aclosing(handler(readable(request), context)) as responses:
-                    async for response in responses:
-                        yield response
+                admitted = self._admitted(name, request, context)
+                with self._lasting():
+                    async with aclosing(handler(admitted, context)) as responses:
+                        async for response in responses:
+                            yield response
             except Exception as error:
                 self._refuse(name, error, context)
             else:
                 self._count(name, "OK")
 
         return call
+
+    def _admitted(self, name: str, request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
+        """The request, or the stream of them, of a caller who may make the call. Raises SlotcarError."""
+        access = self._access
+        if access is None:
+            return readable(request)
+        access.admit(name, context)
+        return access.checked(readable(request), name, context.peer())
+
+    def _lasting(self, request: Any = None) -> AbstractContextManager[None]:
+        """What ends a stream whose caller loses a right; a call with one request and one answer is let go on."""
+        if self._access is None or isinstance(request, Message):
+            return nullcontext()
+        return self._access.lasting()
 
     def _refuse(self, name: str, error: Exception, context: aio.ServicerContext[Any, Any]) -> None:
         """Sets how the call ends when its handler returns.

@@ -36,6 +36,8 @@ CODES: dict[Reason, grpc.StatusCode] = {
     Reason.INTERNAL: grpc.StatusCode.INTERNAL,
     Reason.VERSION_MISMATCH: grpc.StatusCode.FAILED_PRECONDITION,
     Reason.DEVICE_LOST: grpc.StatusCode.UNAVAILABLE,
+    Reason.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
+    Reason.NOT_ALLOWED: grpc.StatusCode.PERMISSION_DENIED,
 }
 
 

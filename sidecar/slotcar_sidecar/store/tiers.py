@@ -119,13 +119,13 @@ class StoreTiers:
         start = self._environment.clock()
         weights = await self.disk.read(digest)
         if weights is not None:
-            self._environment.observer.load_stage("read", self._environment.clock() - start)
+            self._environment.observer.load_stage("read", self._environment.clock() - start, digest)
         return weights
 
     async def _read_source(self, uri: str) -> HostAdapter:
         start = self._environment.clock()
         weights = await self._run(self._source.read, uri)
-        self._environment.observer.load_stage("read", self._environment.clock() - start)
+        self._environment.observer.load_stage("read", self._environment.clock() - start, weights.adapter.digest)
         return weights
 
     async def _run(self, call: Callable[[str], T], uri: str) -> T:

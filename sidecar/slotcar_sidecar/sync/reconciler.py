@@ -78,11 +78,25 @@ class Reconciler:
         self._dirty: set[AdapterName] = set()
         self._may_help = False
         self._wake = asyncio.Event()
+        self._asked = asyncio.Event()
+
+    def look(self) -> None:
+        """Reads the file now, changed or not, and looks at each entry."""
+        self._looked_at = object()
+        self._asked.set()
+        self._dirty |= self._table.names
+        self._wake.set()
 
     def status(self) -> DesiredStatus:
         """The file, and how far each of its entries is."""
-        file = FileStatus(str(self._path), self._version, self._prune, self._cause)
-        return DesiredStatus(file, self._table.status(self._world.now))
+        return DesiredStatus(self._file_status(), self._table.status(self._world.now), self._table.counts())
+
+    def worst(self, most: int) -> DesiredStatus:
+        """The same with so many entries at most, those first that need a look."""
+        return DesiredStatus(self._file_status(), self._table.worst(self._world.now, most), self._table.counts())
+
+    def _file_status(self) -> FileStatus:
+        return FileStatus(str(self._path), self._version, self._prune, self._cause)
 
     async def run(self) -> None:
         """Goes on until it is cancelled."""
@@ -99,7 +113,7 @@ class Reconciler:
     # The file
 
     async def _follow(self) -> None:
-        async with contextlib.aclosing(looks(self._path, self._poll_seconds)) as moments:
+        async with contextlib.aclosing(looks(lambda: (self._path,), self._poll_seconds, self._asked)) as moments:
             async for _ in moments:
                 await self._look_at_file()
 

@@ -29,11 +29,12 @@ class TextError(Exception):
 
 
 class Twice(dict[str, Plain]):
-    """A mapping in which some keys are twice: `twice` names them."""
+    """A mapping in which some keys are twice: `twice` names them. `lines` says where each key is first."""
 
     def __init__(self) -> None:
         super().__init__()
         self.twice: list[str] = []
+        self.lines: dict[str, int] = {}
 
 
 class _Named(io.StringIO):
@@ -93,6 +94,7 @@ def _plain(node: yaml.Node) -> Plain:
             raise TextError(f"line {_line(key_node)} has a key that is no text")
         if key in values:
             values.twice.append(key)
+        values.lines.setdefault(key, _line(key_node))
         values[key] = _plain(value_node)
     return values
 

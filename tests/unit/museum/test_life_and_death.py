@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -43,6 +45,7 @@ from tests.fakes.steps import (
     start_load,
     start_map,
 )
+from tests.unit.access.test_tls import SAN, serving
 from tests.unit.museum.shared import digest, uploaded, weights_file
 
 
@@ -308,3 +311,18 @@ async def test_a_refusal_is_its_own_reason_and_no_crash(caplog: pytest.LogCaptur
     assert refusals[-1][0] is grpc.StatusCode.INTERNAL
     assert "secret" not in refusals[-1][1]
     assert len(caplog.records) == 1
+
+
+async def test_a_certificate_that_was_rotated_is_loaded(tmp_path: Path) -> None:
+    """vault#15389. The next connection is shown the new one, without a restart.
+
+    To see it fail: let Certificates.credentials give gRPC the first pair for good.
+    """
+    async with serving(tmp_path, SAN) as server:
+        look = ssl.get_server_certificate
+        shown = [await asyncio.to_thread(look, ("localhost", server.port))]
+        server.renew()
+        server.certificates.read()
+        shown.append(await asyncio.to_thread(look, ("localhost", server.port)))
+    assert shown[0] != shown[1]
+    assert shown[1] == (tmp_path / "tls.crt").read_text(encoding="utf-8")

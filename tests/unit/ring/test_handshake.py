@@ -19,7 +19,7 @@ from slotcar.shm.slots import LeafShape, SlotsGeometry
 from slotcar_sidecar.core.errors import RequestInvalid
 from slotcar_sidecar.core.session import Session
 from slotcar_sidecar.ring import handshake
-from slotcar_sidecar.ring.peers import check_peer
+from slotcar_sidecar.ring.peers import check_peer, peer_of
 
 from tests.unit.ring.raw import ARENA_BYTES, RawClient, Refused, hello
 from tests.unit.ring.world import EPOCH, MODEL, RANK, World, one_row_each
@@ -277,7 +277,7 @@ def as_another(user: int, groups: list[int], group: int) -> str:
         os._exit(0)
     connection, _ = listener.accept()
     try:
-        check_peer(connection, group)
+        check_peer(peer_of(connection), group)
     except RequestInvalid as error:
         return error.message
     else:
@@ -306,6 +306,6 @@ def test_others_may_not() -> None:
 
 def test_the_user_of_the_process_may() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    check_peer(ours, None)
+    check_peer(peer_of(ours), None)
     ours.close()
     theirs.close()

@@ -32,6 +32,7 @@ from slotcar_sidecar.process.sockets import listen_for_handshakes
 from slotcar_sidecar.ring.handshake import Handshakes
 from slotcar_sidecar.ring.rings import RingLimits, Rings, SlotsDescriptor, Surroundings
 from slotcar_sidecar.ring.thread import RingThread
+from slotcar_sidecar.rpc.access import Access
 from slotcar_sidecar.store.disk.tier import NoDisk
 from slotcar_sidecar.store.host import HostTierLru
 from slotcar_sidecar.store.tiers import StoreTiers
@@ -88,16 +89,19 @@ class World:
     max_rings: int = 8
     calls: list[tuple[str, str]] = field(default_factory=list)
     called_back: list[RingThread] = field(default_factory=list)
+    guard: Callable[[AdapterCache], Access] | None = None
 
     def __post_init__(self) -> None:
         loop = asyncio.get_running_loop()
         self.clock, self.source, self.observer = Clock(), MemorySource(), Observer()
         self.device = StepDevice(self.slots)
         self.cache = self._make_cache()
-        around = Surroundings(loop.call_soon_threadsafe, self.called_back.append, self._slots_descriptor, self._count)
+        self.access = self.guard(self.cache) if self.guard is not None else None
+        tell = loop.call_soon_threadsafe
+        around = Surroundings(tell, self.called_back.append, self._slots_descriptor, self._count, self.access)
         limits = RingLimits(self.planes, 1 << 20, self.max_rings)
         self.rings = Rings(self.cache, limits, self.threads, around)
-        self.handshakes = Handshakes(self.rings, "0.1.0", self._count)
+        self.handshakes = Handshakes(self.rings, "0.1.0", self._count, self.access)
         self.handshakes.listen(listen_for_handshakes(self.path), self.path)
         self._resources = ExitStack()
 

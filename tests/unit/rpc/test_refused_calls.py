@@ -15,7 +15,7 @@ from grpc import aio
 from slotcar.v1 import adapter_service_pb2 as adapters
 from slotcar.v1 import adapter_service_pb2_grpc, engine_service_pb2_grpc
 from slotcar.v1 import engine_service_pb2 as pb
-from slotcar_sidecar.rpc.server import make_server
+from slotcar_sidecar.rpc.server import Serving, make_server
 
 from tests.fakes.parts import make_bench
 
@@ -25,7 +25,7 @@ CALLS = 20
 @pytest_asyncio.fixture
 async def channel(tmp_path: Path) -> AsyncIterator[aio.Channel]:
     """To a server over an empty cache, in this process."""
-    server = make_server(make_bench(1).cache, 1 << 20, 1.0, lambda method, reason: None).server
+    server = make_server(make_bench(1).cache, Serving(1 << 20, 1.0, lambda method, reason: None))
     address = f"unix:{tmp_path / 's.sock'}"
     server.add_insecure_port(address)
     await server.start()

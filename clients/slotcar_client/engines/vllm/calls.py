@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from slotcar_client import effects
 from slotcar_client.aio.rpc import AsyncRpc
 from slotcar_client.aio.rpc import run as run_async
-from slotcar_client.config import grpc_target
+from slotcar_client.client import address
 from slotcar_client.effects import Plan
 from slotcar_client.rpc import Rpc
 
@@ -24,8 +24,8 @@ class Calls:
     """One channel for threads, and one for each event loop; made when they are first needed."""
 
     def __init__(self, target: str) -> None:
-        """Raises RequestInvalid unless the target is one of the three forms."""
-        self._target = grpc_target(target)
+        """Raises RequestInvalid unless the target is one of the three forms, and the credentials fit it."""
+        self._address = address(target)
         self._blocking: Rpc | None = None
         self._by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncRpc] = weakref.WeakKeyDictionary()
 
@@ -34,13 +34,13 @@ class Calls:
         loop = asyncio.get_running_loop()
         rpc = self._by_loop.get(loop)
         if rpc is None:
-            rpc = self._by_loop[loop] = AsyncRpc(self._target, CALL_SECONDS)
+            rpc = self._by_loop[loop] = AsyncRpc(self._address, CALL_SECONDS)
         return await run_async(plan, rpc.perform)
 
     async def perform_blocking(self, plan: Plan[T]) -> T:
         """The same for `run_blocking`: it blocks and never suspends."""
         if self._blocking is None:
-            self._blocking = Rpc(self._target, CALL_SECONDS)
+            self._blocking = Rpc(self._address, CALL_SECONDS)
         return effects.run(plan, self._blocking.perform)
 
 

@@ -1,0 +1,229 @@
+"""Reads the file of --policy: strict, so that what is misspelt is refused instead of being given to nobody or all.
+
+apiVersion: slotcar.dev/v1
+clients:
+  - name: engine
+    uid: [1000]
+    verbs: [engine, read]
+    adapters: ["team-a/*"]
+    planes: [stream, ring]
+
+Invariant: a token is in memory as its SHA-256 alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from slotcar_sidecar.cache import AdapterCache
+from slotcar_sidecar.config import Config
+from slotcar_sidecar.core.access import EVERY_NAME, PLANES, Client, Identity, Names, Policy, Proof, expanded
+from slotcar_sidecar.core.denials import Denials
+from slotcar_sidecar.core.errors import RequestInvalid
+from slotcar_sidecar.core.ids import AdapterName
+from slotcar_sidecar.ops.audit import audit
+from slotcar_sidecar.process.reload import Reloads
+from slotcar_sidecar.process.sockets import StartError
+from slotcar_sidecar.rpc.access import Access
+from slotcar_sidecar.sync.text import Plain, TextError, Twice, parse
+
+__all__ = ["MIN_TOKEN_BYTES", "PolicyFile", "make_access", "parse_policy"]
+
+API_VERSION = "slotcar.dev/v1"
+MIN_TOKEN_BYTES = 16
+_MAX_FILE_BYTES = 1 << 20
+_MAX_TOKEN_BYTES = 8 << 10
+_MAX_CLIENTS = 1000
+_MAX_LIST = 1000
+_MAX_ID = 2**32 - 2
+_TOP_KEYS = ("apiVersion", "clients")
+_KEYS = (
+    *("name", "uid", "gid", "san", "token_file", "token_sha256"),
+    *("verbs", "adapters", "planes", "max_sessions", "max_reserved_slots"),
+)
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@/-]{0,99}")
+_NAME_WANTED = "1 to 100 letters, digits, '.', '_', '@', '/' or '-', a letter or digit first"
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_NUMBER = re.compile(r"[0-9]{1,10}")
+_TEXT = re.compile(r"[\x21-\x7e]{1,255}")
+
+TokenHash = Callable[[str], str]
+"""The SHA-256, in hex, of the token in the file of this name. Raises OSError or RequestInvalid."""
+
+
+class PolicyFile:
+    """The file and those of the tokens that it names, to be read again when one of them changes."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._tokens: set[Path] = set()
+
+    def files(self) -> tuple[Path, ...]:
+        """What the policy was read from when it was read last."""
+        return (self._path, *sorted(self._tokens))
+
+    def read(self) -> Policy:
+        """Raises RequestInvalid, naming the file and the field, or OSError."""
+        self._tokens = set()
+        data = self._path.read_bytes()
+        try:
+            if len(data) > _MAX_FILE_BYTES:
+                raise RequestInvalid("size", found=f"{len(data)} bytes", wanted=f"at most {_MAX_FILE_BYTES}")
+            return parse_policy(_decoded(data), str(self._path), self._token_hash)
+        except RequestInvalid as error:
+            raise error.at(f"{self._path}: {error.field}") from None
+
+    def _token_hash(self, file: str) -> str:
+        path = Path(file)
+        if not path.is_absolute():
+            raise RequestInvalid("token_file", found=file, wanted="an absolute path")
+        self._tokens.add(path)
+        with path.open("rb") as opened:
+            token = opened.read(_MAX_TOKEN_BYTES + 1).strip()
+        if not MIN_TOKEN_BYTES <= len(token) <= _MAX_TOKEN_BYTES:
+            wanted = f"a token of {MIN_TOKEN_BYTES} to {_MAX_TOKEN_BYTES} bytes in {file}"
+            raise RequestInvalid("token_file", found=f"{len(token)} bytes", wanted=wanted)
+        return hashlib.sha256(token).hexdigest()
+
+
+def _decoded(data: bytes) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise RequestInvalid("text", found=f"byte {data[error.start]:#x}", wanted="UTF-8") from None
+
+
+def parse_policy(text: str, file: str, token_hash: TokenHash) -> Policy:
+    """The policy that the text of the file called `file` has. Raises RequestInvalid, or what `token_hash` raises."""
+    try:
+        top = parse(text, file)
+    except TextError as error:
+        raise RequestInvalid("text", found=str(error), wanted="YAML without aliases, tags or surprises") from error
+    fields = _mapping("", top, _TOP_KEYS)
+    version = _text("apiVersion", fields.get("apiVersion", ""))
+    if version != API_VERSION:
+        raise RequestInvalid("apiVersion", found=version, wanted=API_VERSION)
+    entries = fields.get("clients")
+    if not isinstance(entries, list) or len(entries) > _MAX_CLIENTS:
+        found = f"{len(entries)} of them" if isinstance(entries, list) else "no list"
+        raise RequestInvalid("clients", found=found, wanted=f"a list of at most {_MAX_CLIENTS}; [] for nobody")
+    clients = []
+    for index, entry in enumerate(entries):
+        place = f"clients[{index}]"
+        try:
+            clients.append(_client(_mapping(place, entry, _KEYS), token_hash))
+        except RequestInvalid as error:
+            field = str(error.field)
+            raise (error if field.startswith(place) else error.at(f"{place}.{field}")) from None
+    return Policy(clients)
+
+
+def _client(fields: Mapping[str, Plain], token_hash: TokenHash) -> Client:
+    identities = {Identity(proof, text) for proof in Proof for text in _proofs(proof, fields)}
+    if "token_file" in fields:
+        identities |= {Identity(Proof.TOKEN, token_hash(file)) for file in _texts("token_file", fields)}
+    if not identities:
+        raise RequestInvalid("uid", found="nothing", wanted="uid, gid, san, token_file or token_sha256")
+    planes = _texts("planes", fields) if "planes" in fields else ["stream"]
+    for plane in planes:
+        if plane not in PLANES:
+            raise RequestInvalid("planes", found=plane, wanted=" or ".join(PLANES))
+    return Client(
+        _matched("name", _text("name", fields.get("name", "")), _NAME, _NAME_WANTED),
+        frozenset(identities),
+        expanded(_texts("verbs", fields)),
+        Names(frozenset(map(_pattern, _texts("adapters", fields)))),
+        frozenset(planes),
+        _limit("max_sessions", fields),
+        _limit("max_reserved_slots", fields),
+    )
+
+
+def _proofs(proof: Proof, fields: Mapping[str, Plain]) -> list[str]:
+    texts = _texts(proof, fields) if proof in fields else []
+    match proof:
+        case Proof.UID | Proof.GID:
+            return [str(_number(proof, text, _MAX_ID)) for text in texts]
+        case Proof.TOKEN:
+            return [_matched(proof, text, _SHA256, "64 lower-case hex digits") for text in texts]
+        case _:
+            return [_matched(proof, text, _TEXT, "a DNS name or a URI") for text in texts]
+
+
+def _pattern(text: str) -> str:
+    """A whole name, or a beginning of names with a "*" after it."""
+    if text == EVERY_NAME:
+        return text
+    try:
+        AdapterName(f"{text[:-1]}x" if text.endswith("*") else text)
+    except RequestInvalid:
+        wanted = "an adapter's name, the beginning of names and '*', or '*'"
+        raise RequestInvalid("adapters", found=text, wanted=wanted) from None
+    return text
+
+
+def _limit(field: str, fields: Mapping[str, Plain]) -> int | None:
+    return _number(field, _text(field, fields[field]), _MAX_ID) if field in fields else None
+
+
+def _number(field: str, text: str, most: int) -> int:
+    number = int(_matched(field, text, _NUMBER, f"a number up to {most}"))
+    if number > most:
+        raise RequestInvalid(field, found=text, wanted=f"a number up to {most}")
+    return number
+
+
+def _matched(field: str, text: str, pattern: re.Pattern[str], wanted: str) -> str:
+    if not pattern.fullmatch(text):
+        raise RequestInvalid(field, found=text, wanted=wanted)
+    return text
+
+
+def _mapping(place: str, value: Plain, known: Sequence[str]) -> Mapping[str, Plain]:
+    """The mapping, in which no key is unknown or twice. Raises RequestInvalid, naming the key and its line."""
+    if not isinstance(value, Twice):
+        raise RequestInvalid(place or "the file", found="no mapping", wanted=f"a mapping with {', '.join(known)}")
+    inside = f"{place}." if place else ""
+    for key in value.twice:
+        raise RequestInvalid(f"{inside}{key}", found=f"two values from line {value.lines[key]} on", wanted="one")
+    for key in value:
+        if key not in known:
+            found = f"a key without meaning in line {value.lines[key]}"
+            raise RequestInvalid(f"{inside}{key}", found=found, wanted=f"one of {', '.join(known)}")
+    return value
+
+
+def _texts(field: str, fields: Mapping[str, Plain]) -> list[str]:
+    """A list of texts; one text is a list of it."""
+    value = fields.get(field)
+    values = [value] if isinstance(value, str) else value
+    if not isinstance(values, list) or len(values) > _MAX_LIST:
+        found = "nothing" if values is None else "no list, or a long one"
+        raise RequestInvalid(field, found=found, wanted=f"a list of at most {_MAX_LIST}; [] for none")
+    return [_text(field, each) for each in values]
+
+
+def _text(field: str, value: Plain) -> str:
+    if not isinstance(value, str):
+        raise RequestInvalid(field, found="a list or a mapping", wanted="a text")
+    return value
+
+
+def make_access(config: Config, cache: AdapterCache, reloads: Reloads) -> Access | None:
+    """The policy of the settings in force, followed while it changes; None without one. Raises StartError."""
+    if config.policy is None:
+        return None
+    file = PolicyFile(config.policy)
+    denials = Denials(cache.environment.clock, lambda facts: audit("denied", **facts))
+    access = Access(Policy(()), cache, denials)
+    reloads.add("policy", file.files, lambda: access.replace(file.read()))
+    try:
+        access.replace(file.read())
+    except RequestInvalid as error:
+        raise StartError(f"--policy cannot be used: {error.message}") from error
+    except OSError as error:
+        raise StartError(f"--policy cannot be used: {error.filename}: {error.strerror}") from error
+    return access
