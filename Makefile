@@ -129,7 +129,7 @@ $(WHEELS): pyproject.toml constraints/dev.txt constraints/image.txt | $(INSTALLE
 
 test-image: export SLOTCAR_IMAGE := $(IMAGE)
 test-image: export SLOTCAR_INJECTOR_IMAGE := $(INJECTOR_IMAGE)
-test-image: $(INSTALLED) ## Run the images that `make image` built, locked up, with engines outside them, five minutes on two cores
+test-image: $(INSTALLED) ## Run the images that `make image` built, locked up, with engines outside them, two minutes on two cores
 	$(BIN)/pytest -m image tests/image $(PYTEST_FLAGS)
 
 test-k8s: $(K8S_INSTALLED) ## Run the tests of the Kubernetes injector, in an environment of its own, two minutes on two cores

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.adapters import WEIGHTS_FILE
 from tests.faults.oracle import Library, spec_file
 from tests.image.container import SidecarContainer, owned, podman
 
@@ -57,6 +58,7 @@ def library(folder: Path) -> Library:
     library = Library(folder / "adapters", {SITE: FEATURES})
     for seed, name in enumerate(NAMES):
         library.write(name, seed, [SITE])
+        (library.root / name / WEIGHTS_FILE).chmod(0o644)  # safetensors makes it its writer's alone
     return library
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import uuid
 from collections.abc import Sequence
@@ -21,15 +20,11 @@ import grpc
 START_SECONDS = 120.0
 STOP_SECONDS = 60.0
 PODMAN = ("podman", "--runtime", "runc", "--cgroup-manager", "cgroupfs")
-# podman asks for more than a root without all capabilities may have.
-LIMITS = tuple(
-    word
-    for name, limit in (("nofile", resource.RLIMIT_NOFILE), ("nproc", resource.RLIMIT_NPROC))
-    for word in ("--ulimit", "{}={}:{}".format(name, *resource.getrlimit(limit)))
-)
+# podman's own are more than a root without all capabilities may give.
+LIMITS = ("--ulimit", "nofile=20000:20000", "--ulimit", "nproc=4096:4096")
 LOCKED = (
     *("--read-only", "--read-only-tmpfs=false", "--cap-drop=all", "--security-opt", "no-new-privileges"),
-    *("--network", "none", *LIMITS),
+    *("--pull", "never", "--network", "none", *LIMITS),
 )
 USER = 65532
 SHELLS = ("/usr/bin/dash", "/usr/bin/bash")

@@ -12,11 +12,12 @@ from typing import Any
 from tests.soak.checker import Finding, Tally
 from tests.soak.plan import Plan
 from tests.soak.processes import Server
-from tests.soak.slope import slope
+from tests.soak.slope import Slope, least, slope
 
 _ROWS_PER_SECOND, _SERVER_KILLS_PER_SECOND, _CLIENT_DEATHS_PER_SECOND = 1_000_000 / 1800, 20 / 1800, 100 / 1800
 _LATE_SECONDS = 30.0  # as long as a client is stopped
 _MOST_PERCENT, _JUDGED_SECONDS = 1.0, 400.0
+_TRIM_SECONDS = 20.0  # how often the server returns what is free
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,11 @@ class Outcome:
     def client_deaths(self) -> int:
         return sum(self.done[f"client {how}"] for how in ("kill -9", "SIGTERM", "vanished"))
 
+    @property
+    def growth(self) -> Slope | None:
+        """Of the memory that stays."""
+        return slope(least(self.calm, _TRIM_SECONDS))
+
     def problems(self) -> list[str]:
         """Everything that was wrong, whatever the goals."""
         strange = [f"answers of epoch {epoch}, which no server had" for epoch in self.tally.epochs.keys() - self.epochs]
@@ -63,12 +69,12 @@ class Outcome:
         ):
             if found < int(per_second * seconds):
                 yield f"{found} {what}, fewer than {int(per_second * seconds)}"
-        growth = slope(self.calm)
+        growth = self.growth
         if growth is not None and growth.seconds >= _JUDGED_SECONDS and growth.percent >= _MOST_PERCENT:
             yield f"memory grows by {growth.percent:.2f} % per 10 minutes, {_MOST_PERCENT:g} % is the most"
 
     def figures(self) -> dict[str, Any]:
-        growth = slope(self.calm)
+        growth = self.growth
         tally = {item.name: getattr(self.tally, item.name) for item in dataclasses.fields(self.tally)}
         tally |= {"epochs": len(self.tally.epochs), "cancelled": len(self.tally.cancelled)}
         return {

@@ -17,6 +17,15 @@ class Slope(NamedTuple):
     samples: int
 
 
+def least(samples: Sequence[tuple[float, int]], seconds: float) -> list[tuple[float, int]]:
+    """The least sample of each `seconds`: what is in flight comes and goes, what stays is in all of them."""
+    found: dict[int, tuple[float, int]] = {}
+    for sample in samples:
+        span = int(sample[0] // seconds)
+        found[span] = min(sample, found.get(span, sample), key=lambda each: each[1])
+    return list(found.values())
+
+
 def slope(samples: Sequence[tuple[float, int]]) -> Slope | None:
     """The slope of (seconds, bytes); None with fewer than three samples."""
     if len(samples) < 3:

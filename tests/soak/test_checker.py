@@ -20,7 +20,7 @@ from tests.soak.forwards import Asked, Known, ask
 from tests.soak.library import write_library
 from tests.soak.plan import SITES, Plan, Pools
 from tests.soak.records import Journal, Record, files, load, save, unpacked
-from tests.soak.slope import slope
+from tests.soak.slope import least, slope
 
 COUNTS = (3, 2, 4)
 
@@ -253,3 +253,12 @@ def test_slope_is_percent_per_ten_minutes() -> None:
     assert found is not None
     assert (round(found.percent, 2), found.seconds) == (46.15, 600.0)
     assert slope([(1.0, 5), (2.0, 5)]) is None
+
+
+def test_what_is_in_flight_is_no_growth_and_what_stays_is() -> None:
+    busy = [(float(at), 1000 + (500 if at % 20 else 0) * (at > 300)) for at in range(0, 600, 5)]
+    calm, growing = slope(least(busy, 20.0)), slope(least([(at, size + int(at / 10)) for at, size in busy], 20.0))
+    assert calm is not None
+    assert calm.percent == 0.0
+    assert growing is not None
+    assert growing.percent == pytest.approx(100 * 60 / 1030, rel=0.05)
