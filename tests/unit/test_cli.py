@@ -350,7 +350,7 @@ def test_following_events_ends_with_a_signal(sidecar: SidecarProcess, number: si
     assert process.stdout is not None
     while True:  # until it listens
         call(sidecar, "load", "nothing", "/etc")
-        if select_readable(process.stdout.fileno()):
+        if is_readable(process.stdout.fileno()):
             break
     assert json.loads(process.stdout.readline())["kind"] == "refused"
     process.send_signal(number)
@@ -358,9 +358,10 @@ def test_following_events_ends_with_a_signal(sidecar: SidecarProcess, number: si
     assert (code, err) == (0, b"")
 
 
-def select_readable(descriptor: int) -> bool:
-
-    return bool(select.select([descriptor], [], [], 0.2)[0])
+def is_readable(descriptor: int) -> bool:
+    waiting = select.poll()  # `select.select` takes no descriptor above 1023
+    waiting.register(descriptor, select.POLLIN)
+    return bool(waiting.poll(200))
 
 
 def test_a_reader_that_has_seen_enough_ends_the_stream(sidecar: SidecarProcess) -> None:
@@ -419,7 +420,7 @@ def on_terminal(sidecar: SidecarProcess, columns: int, *arguments: str, key: byt
     try:
         while chunk := os.read(ours, 65536):
             shown += chunk
-            if key and b"SLOT" in shown and not select_readable(ours):
+            if key and b"SLOT" in shown and not is_readable(ours):
                 os.write(ours, key)
                 key = b""
     except OSError:  # what a terminal says when its other end is closed

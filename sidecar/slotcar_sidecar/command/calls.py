@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import math
 import os
 import signal
 import stat
@@ -21,6 +22,16 @@ from slotcar_sidecar.command import console
 from slotcar_sidecar.command.shown import credentials
 
 Command = Callable[..., Any]
+
+
+class Seconds(click.FloatRange):
+    """A number in a range; "nan" is in none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        found: float = super().convert(value, param, ctx)
+        if math.isnan(found):
+            self.fail(f"{value} is not in the range {self._describe_range()}.", param, ctx)
+        return found
 
 
 def calls_server(command: Command) -> Command:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import click
 from slotcar_client import (
+    CallCancelled,
     Capacity,
     DeadlineExceeded,
     DesiredAdapter,
@@ -20,6 +21,8 @@ from slotcar_client import (
     Unavailable,
 )
 from slotcar_client.aio import AsyncClient, AsyncEventStream
+
+from slotcar_sidecar.command.calls import Seconds
 
 TIMEOUT_SECONDS = 5.0
 EVENTS = 50
@@ -60,7 +63,7 @@ Show = Callable[[View | Away], None]
 interval = click.option(
     "--interval",
     "interval_seconds",
-    type=click.FloatRange(min=0.1),
+    type=Seconds(min=0.1),
     default=1.0,
     show_default=True,
     help="Look this often, in seconds, besides after each event.",
@@ -81,7 +84,7 @@ async def follow(client: AsyncClient, interval_seconds: float, show: Show) -> No
         try:
             async with client.events(EVENTS) as stream:
                 await _follow_stream(client, stream, events, interval_seconds, show)
-        except (Unavailable, ShuttingDown, DeadlineExceeded) as error:
+        except (Unavailable, ShuttingDown, CallCancelled, DeadlineExceeded) as error:
             show(Away(error))
         await asyncio.sleep(interval_seconds)
 

@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 
 import click
-from slotcar_client import Client, DeadlineExceeded, ShuttingDown, Unavailable
+from slotcar_client import CallCancelled, Client, DeadlineExceeded, ShuttingDown, Unavailable
 from slotcar_client.aio import AsyncClient
 from slotcar_client.verbs import LOG_LEVELS, MOST_DEADLINE_SECONDS
 
 from slotcar_sidecar.command import console
-from slotcar_sidecar.command.calls import calls_server, follows_server
+from slotcar_sidecar.command.calls import Seconds, calls_server, follows_server
 
 _TIMEOUT_SECONDS = 60.0
 _LOOK_SECONDS = 0.1
@@ -23,7 +23,7 @@ _CLOSE_SECONDS = 15.0
 @click.option(
     "--deadline",
     "deadline_seconds",
-    type=click.FloatRange(0, MOST_DEADLINE_SECONDS),
+    type=Seconds(0, MOST_DEADLINE_SECONDS),
     help="Let sessions compute for at most this long, in seconds.  [default: what the server is set to]",
 )
 @click.option("--wait", is_flag=True, help="Return when the server is gone.")
@@ -46,7 +46,7 @@ async def _wait_for_end(client: AsyncClient, epoch: str, seconds: float) -> None
     """Returns when nobody answers, or a later life does. Raises DeadlineExceeded."""
     try:
         async with asyncio.timeout(seconds):
-            with contextlib.suppress(Unavailable, ShuttingDown):
+            with contextlib.suppress(Unavailable, ShuttingDown, CallCancelled):
                 while True:
                     if (await client.settings()).version.epoch != epoch:
                         return

@@ -109,12 +109,14 @@ def test_what_nobody_did_is_no_part_of_it(kept: Kept, kind: EventKind) -> None:
 
 
 def test_the_level_of_the_log_holds_nothing_back(kept: Kept) -> None:
-    before = logs.level()
+    loggers = [logging.getLogger(name) for name in ("", "slotcar")]
+    before = [logger.level for logger in loggers]
     try:
         logs.set_level("error")
         audit.audit("denied", verb="LoadAdapter", adapter="a\nb", reason="NOT_ALLOWED")
     finally:
-        logs.set_level(before if before in logs.LEVELS else "warning")
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
     assert kept.lines[0]["adapter"] == "a\nb"
 
 
