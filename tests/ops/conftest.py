@@ -33,7 +33,7 @@ def promtool() -> Promtool:
 
     def run(*words: str, stdin: str = "") -> str:
         done = subprocess.run(
-            [binary, *words], input=stdin, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
+            [binary, *words], input=stdin, cwd=REPOSITORY, capture_output=True, text=True, timeout=280, check=False
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout + done.stderr
