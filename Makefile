@@ -9,6 +9,8 @@ PYTEST_FLAGS ?=
 # How long `make soak` runs, and more options for it, such as --seed 7.
 MINUTES ?= 10
 SOAK_FLAGS ?=
+# More options for `make gameday`, such as --only thrash, or --write docs/gameday.md.
+GAMEDAY_FLAGS ?=
 # More options for `slotcar demo`.
 DEMO_FLAGS ?=
 # More options for the benchmarks, such as --out FILE.jsonl, or the names of some of them.
@@ -44,8 +46,8 @@ export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints/dev.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # Each xdist worker owns one core; two OpenMP threads on a busy core make kernels many times slower.
-test test-full test-ops test-kernels test-vllm soak: export OMP_NUM_THREADS := 1
-test test-full test-ops test-vllm soak: export OMP_WAIT_POLICY := PASSIVE
+test test-full test-ops gameday test-kernels test-vllm soak: export OMP_NUM_THREADS := 1
+test test-full test-ops gameday test-vllm soak: export OMP_WAIT_POLICY := PASSIVE
 test test-full test-vllm demo: export TOKENIZERS_PARALLELISM := false
 # No test and no demo may fetch a model from anywhere.
 test test-full test-vllm bench-vllm demo: export HF_HUB_OFFLINE := 1
@@ -54,7 +56,7 @@ test-vllm bench-vllm: export VLLM_NO_USAGE_STATS := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-full test-ops test-kernels triton-table test-vllm test-k8s golden-k8s image test-image soak lint format proto docs golden bench bench-full bench-vllm native train-adapters lock apt apt-full apt-image build clean
+.PHONY: help install demo test test-full test-ops gameday test-kernels triton-table test-vllm test-k8s golden-k8s image test-image soak lint format proto docs golden bench bench-full bench-vllm native train-adapters lock apt apt-full apt-image build clean
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' Makefile | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | \
@@ -83,6 +85,9 @@ test-full: $(INSTALLED) $(TRITON) ## Run every suite that needs no GPU, the long
 
 test-ops: $(INSTALLED) ## Run the tests with a real Prometheus and a real browser, two minutes on two cores; `make apt` installs them
 	$(BIN)/pytest -m ops $(PYTEST_FLAGS)
+
+gameday: $(INSTALLED) ## Make seven kinds of trouble for real, and see alert, panel, log and status page name each, five minutes
+	$(BIN)/python -m tests.ops.gameday $(GAMEDAY_FLAGS)
 
 test-kernels: $(INSTALLED) $(TRITON) ## Run all tests of the GPU kernels, without a GPU, half an hour on one core
 	$(BIN)/pytest tests/kernels/triton $(PYTEST_FLAGS)
@@ -162,9 +167,10 @@ format: $(INSTALLED) ## Format the code and fix what ruff can fix
 proto: $(INSTALLED) ## Regenerate slotcar.v1 and docs/api.md from proto/slotcar/v1/*.proto
 	$(BIN)/python proto/generate.py
 
-docs: $(INSTALLED) ## Rewrite the tables of docs/operations.md (flags), docs/metrics.md and docs/adapters.md
+docs: $(INSTALLED) ## Rewrite the tables of docs/operations.md (flags), docs/metrics.md, docs/dashboard.md and docs/adapters.md
 	$(BIN)/python -m tests.golden.flags
 	$(BIN)/python -m tests.golden.metrics
+	$(BIN)/python -m tests.golden.dashboard
 	$(BIN)/python -m tests.golden.adapters
 
 golden: $(INSTALLED) ## Accept a change of the wire format and of metrics' names into tests/golden, and of the dashboard

@@ -73,8 +73,9 @@ class Address:
         """Made by one of the two. Raises RequestInvalid when a file cannot be read."""
         if not self._pem:
             return insecure(self._grpc_target)
-        self._seen, self._looked = self._identity(), time.monotonic()
+        found = self._identity()
         authorities, certificate, key = (None if path is None else _read(path) for path in self._pem)
+        self._seen, self._looked = found, time.monotonic()
         return secure(self._grpc_target, grpc.ssl_channel_credentials(authorities, key, certificate))
 
     def has_new_files(self) -> bool:
@@ -97,12 +98,17 @@ class Address:
         text = token.text() if token is not None else ""
         return (("authorization", f"Bearer {text}"),) if text else None
 
-    def identify(self) -> bool:
-        """After a call was refused as UNAUTHENTICATED: asks for a token; False when there is none to be had.
+    @property
+    def given_token(self) -> str:
+        """The token that the sidecar gave, empty for none; it may have ended."""
+        return self._socket_token.last if self._socket_token is not None else ""
 
-        Raises what the sidecar answers instead.
+    def identify(self, refused: str = "") -> bool:
+        """After a call was refused as UNAUTHENTICATED: asks for a token, unless there is one since `refused`.
+
+        False when there is none to be had. Raises what the sidecar answers instead.
         """
-        return self._socket_token is not None and self._socket_token.ask()
+        return self._socket_token is not None and self._socket_token.ask(refused)
 
     def close(self) -> None:
         """The token is of no more use. Idempotent."""
@@ -150,9 +156,18 @@ class _SocketToken:
                     self._drop()
         return self._text
 
-    def ask(self) -> bool:
-        """Connects anew; False when the sidecar gives no token. Raises SlotcarError."""
+    @property
+    def last(self) -> str:
+        return self._text
+
+    def ask(self, refused: str) -> bool:
+        """Connects anew; False when the sidecar gives no token. Raises SlotcarError.
+
+        A token that another thread got meanwhile stays: with its connection would end what runs by it.
+        """
         with self._lock:
+            if self._text not in ("", refused) and not self._events.poll(0):
+                return True
             self._drop()
             link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:

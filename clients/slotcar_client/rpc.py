@@ -21,7 +21,7 @@ from slotcar.v1 import (
 
 from slotcar_client.credentials import Address, Metadata
 from slotcar_client.effects import Call, Effect
-from slotcar_client.errors import ClientClosed, Unauthenticated, from_rpc_error
+from slotcar_client.errors import ClientClosed, RequestInvalid, Unauthenticated, from_rpc_error
 from slotcar_client.tracing import trace_metadata
 from slotcar_client.upload import Upload
 
@@ -113,10 +113,11 @@ class Rpc:
 
     def identified(self, attempt: Callable[[], T]) -> T:
         """The result of an attempt; of another, with a token, if the sidecar does not know who called."""
+        refused = self._address.given_token
         try:
             return attempt()
         except Unauthenticated:
-            if not self._address.identify():
+            if not self._address.identify(refused):
                 raise
         return attempt()
 
@@ -179,5 +180,7 @@ class Rpc:
     def _method(self, request: type[Message]) -> Any:
         self.check_usable()
         if self._address.has_new_files():
-            self._stubs = self._connected()
+            # A file that is missing for a moment is looked at again; the channel of before is as good till then.
+            with contextlib.suppress(RequestInvalid):
+                self._stubs = self._connected()
         return self._stubs.of(request)

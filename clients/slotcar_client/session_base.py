@@ -276,7 +276,9 @@ class MappedSession:
             self._state.options.on_stale(stale.mapping, stale.error)
 
     def _call(self, call: Call) -> Any:
-        return self._queue(call) if call.lends else self._choice.transport.call(call)
+        if call.lends:
+            return self._rpc.identified(lambda: self._queue(call))
+        return self._choice.transport.call(call)
 
     def _queue(self, call: Call) -> Any:
         """A call that the server may queue, which `close` cancels."""

@@ -23,9 +23,11 @@ from slotcar_sidecar.process.policy import make_access
 from slotcar_sidecar.process.probes import Probes
 from slotcar_sidecar.process.reload import Reloads
 from slotcar_sidecar.process.sockets import Doors, StartError, bind, claimed, handshake_path
+from slotcar_sidecar.process.states import FollowedFiles
 from slotcar_sidecar.process.tls import make_certificates
 from slotcar_sidecar.process.traces import make_traces
 from slotcar_sidecar.ring.rings import Rings
+from slotcar_sidecar.rpc.access import Access
 from slotcar_sidecar.rpc.ending import ended_by
 from slotcar_sidecar.rpc.health import Health
 from slotcar_sidecar.rpc.server import Serving, make_server
@@ -89,7 +91,8 @@ async def _serve(config: Config, output: logs.Output, health: Health, resources:
         reloads.add("declared set", tuple, reconciler.look)
     desired = reconciler.status if reconciler is not None else DesiredStatus
     worst = reconciler.worst if reconciler is not None else lambda _: DesiredStatus()
-    metrics_url = serve_pages(config, cache, metrics, Seen(planes, lambda: health.phase, worst), resources)
+    files = FollowedFiles(certificates.ends if certificates else dict, reloads.not_in_force)
+    metrics_url = serve_pages(config, cache, metrics, Seen(planes, lambda: health.phase, worst, files), resources)
     served: list[Address] = []
     operations = make_operations(config, stop, served, metrics_url)
     serving = Serving(
@@ -113,7 +116,7 @@ async def _serve(config: Config, output: logs.Output, health: Health, resources:
     where = " and ".join(str(address) for address in served)
     facts = {"at": where, "epoch": cache.layout.epoch, "slots": config.slots, "planes": " ".join(planes)}
     _log.info("serving", extra={"fields": facts})
-    chores = [_expire(cache, rings), cache.restored(), _flush(cache), memory.return_freed(), reloads.run()]
+    chores = [_expire(cache, rings, access), cache.restored(), _flush(cache), memory.return_freed(), reloads.run()]
     chores += [devices.watch(cache.device, health), *([reconciler.run()] if reconciler is not None else ())]
     tasks = [asyncio.create_task(chore) for chore in chores]
     await stop.asked.wait()
@@ -132,11 +135,13 @@ def _claim(config: Config, resources: contextlib.ExitStack) -> None:
                 resources.enter_context(claimed(handshake_path(address), socket.SOCK_SEQPACKET))
 
 
-async def _expire(cache: AdapterCache, rings: Rings) -> None:
+async def _expire(cache: AdapterCache, rings: Rings, access: Access | None) -> None:
     while True:
         await asyncio.sleep(_EXPIRY_SECONDS)
         rings.look()
         cache.expire()
+        if access is not None:
+            access.look()
 
 
 async def _flush(cache: AdapterCache) -> None:

@@ -135,9 +135,15 @@ class Config:
     socket_mode: str = _setting("0660", "Mode of the unix sockets, in octal.")
     socket_group: str | None = _setting(None, "Group of the unix sockets, as a name or a number; that of the process.")
     metrics: str | None = _setting(
-        None, "Where to serve /metrics and the status page over HTTP, as host:port. Not served without it."
+        None,
+        "Where to serve /metrics over HTTP, and the status page as --pages says, as host:port. Not served without it.",
     )
-    no_pages: bool = _setting(False, "Serve /metrics alone at that address: no status page, no /debug/state.json.")
+    pages: str = _setting(
+        "loopback",
+        "Whether the status page and /debug/state.json are at that address too, for whoever reaches it: where it is of "
+        "loopback alone, always, or never.",
+        choices=("loopback", "always", "never"),
+    )
     health: str | None = _setting(
         None, "Where to serve health alone, as host:port, in plaintext, for a kubelet's probes. Not served without it."
     )

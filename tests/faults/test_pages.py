@@ -95,6 +95,30 @@ def test_the_page_and_its_data(sidecar: SidecarProcess) -> None:
     assert ask(sidecar, "/", "HEAD")[1] == b""
 
 
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("localhost", "localhost:9400", "LOCALHOST.", "127.0.0.1:9400", "[::1]:9400", "10.1.2.3", "slotcar-0", ""),
+        *("slotcar.team-a.svc:9400", "slotcar.team-a.svc.cluster.local", "pod.localhost"),
+    ],
+)
+def test_the_page_answers_to_names_that_mean_nothing_elsewhere(sidecar: SidecarProcess, host: str) -> None:
+    assert [ask(sidecar, path, Host=host)[0].status for path in ("/", "/debug/state.json")] == [200, 200]
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("attacker.example", "attacker.example:9400", "127.0.0.1.attacker.example", "localhost.attacker.example"),
+        *("localhost@attacker.example", "svc.example", "attacker.example.", "[::1", "[not]:1", "0x7f.1"),
+    ],
+)
+def test_a_page_of_another_name_cannot_read_it(sidecar: SidecarProcess, host: str) -> None:
+    """Its name would be pointed at this machine (DNS rebinding). Scrapers may have any name for it."""
+    assert [ask(sidecar, path, Host=host)[0].status for path in ("/", "/debug/state.json")] == [421, 421]
+    assert ask(sidecar, "/metrics", Host=host)[0].status == 200
+
+
 @pytest.mark.parametrize("path", ["/", "/metrics", "/debug/state.json"])
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])
 def test_nothing_can_be_changed(sidecar: SidecarProcess, path: str, method: str) -> None:
@@ -141,7 +165,19 @@ def test_hostile_clients_hold_up_neither_others_nor_the_end(tmp_path: Path, libr
         assert "Traceback" not in sidecar.log
 
 
-def test_metrics_alone(tmp_path: Path, library: Library) -> None:
-    extra = ("--metrics", "127.0.0.1:0", "--no-pages")
-    with SidecarProcess(tmp_path, library.root, extra=extra) as sidecar:
-        assert [ask(sidecar, path)[0].status for path in ("/metrics", "/", "/debug/state.json")] == [200, 404, 404]
+@pytest.mark.parametrize(
+    ("host", "flags", "status"),
+    [
+        ("127.0.0.1", ("--pages", "never"), 404),
+        ("0.0.0.0", (), 404),
+        ("0.0.0.0", ("--insecure",), 404),
+        ("0.0.0.0", ("--pages", "always"), 200),
+    ],
+)
+def test_the_page_is_on_loopback_alone_unless_asked_for(
+    tmp_path: Path, library: Library, host: str, flags: tuple[str, ...], status: int
+) -> None:
+    """It names adapters and clients to whoever reaches it."""
+    with SidecarProcess(tmp_path, library.root, extra=("--metrics", f"{host}:0", *flags)) as sidecar:
+        found = [ask(sidecar, path)[0].status for path in ("/metrics", "/", "/debug/state.json")]
+    assert found == [200, status, status]

@@ -30,11 +30,11 @@ Labels = tuple[tuple[str, str], ...]
 class Prometheus:
     """Scrapes `target`, a host and port, from the beginning to the end of the context."""
 
-    def __init__(self, binary: str, folder: Path, target: str) -> None:
+    def __init__(self, binary: str, folder: Path, target: str, rules: Path = RULES) -> None:
         self._folder = folder
         self._address = f"127.0.0.1:{free_port()}"
         config = folder / "prometheus.yml"
-        config.write_text(_CONFIG.format(rules=RULES, target=target), encoding="utf-8")
+        config.write_text(_CONFIG.format(rules=rules, target=target), encoding="utf-8")
         self._command = [
             *(binary, f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}"),
             *(f"--web.listen-address={self._address}", "--log.level=warn"),

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import slotcar_client
 from click.testing import CliRunner, Result
-from slotcar_client import SlotcarError
+from slotcar_client import SlotcarError, aio
+from slotcar_client.aio import AsyncClient
 from slotcar_sidecar import cli
-from slotcar_sidecar.command import bundle
+from slotcar_sidecar.command import bundle, snapshot
 from slotcar_sidecar.command.bundle import LEFT_OUT, Missing
 
 from tests.adapters import MINIMAL_CONFIG, WEIGHTS_FILE, raw_tensors, write_raw_adapter
@@ -157,6 +158,20 @@ def test_a_server_without_metrics_has_no_such_part(
 ) -> None:
     manifest = answer(start_sidecar(root), "snapshot", "-o", str(tmp_path / "out.tar.gz"))
     assert manifest["missing"] == {"metrics.txt": "the server serves no metrics: --metrics"}
+
+
+async def test_a_part_that_fails_is_missing_and_others_are_there() -> None:
+    def fail() -> bytes:
+        raise ValueError("planted")
+
+    async def ask(_: AsyncClient) -> bytes:
+        return fail()
+
+    async with aio.connect("unix:///nobody.sock") as client:
+        asked = await snapshot._part(client, ask, 1.0)
+    assert asked == snapshot._own_part(fail) == Missing("ValueError: planted")
+    assert snapshot._own_part(lambda: b"") == b""
+    assert json.loads(bundle.json_part({1: "one"})) == {"1": "one"}
 
 
 def test_a_file_that_cannot_be_written_is_1(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from slotcar_sidecar.core.bindings import OnConflict
 from slotcar_sidecar.core.calls import LoadCall
 from slotcar_sidecar.core.errors import CapacityExceeded, SourceUnavailable
 from slotcar_sidecar.core.events import EventKind
-from slotcar_sidecar.core.ids import Digest
+from slotcar_sidecar.core.ids import AdapterName, AdapterRef, Digest
 
 from tests.fakes.disk import FakeFolder
 from tests.fakes.parts import Bench, FakeUpload, StepExecutor, digest_of, make_bench, settle
@@ -41,6 +41,19 @@ async def finish_far(bench: Bench, far: StepExecutor, *tasks: asyncio.Task[objec
 
 def faults(bench: Bench) -> list[tuple[Digest | None, str]]:
     return [(event.digest, event.reason) for event in bench.seen if event.kind is EventKind.STORAGE_FAULT]
+
+
+async def test_a_source_that_was_not_read_takes_no_uploads_place() -> None:
+    """The upload would be dropped for good. To see it fail: note whatever source comes with the digest."""
+    bench = bench_on(FakeFolder(10))
+    await uploaded(bench, "a", "a", in_slot=False)
+    bench.cache.tiers.host.drop(digest_of("a"))
+    call = LoadCall(AdapterRef(AdapterName("b"), digest_of("a")), "/nothing-here", in_slot=False)
+    (result,) = await finish(bench, asyncio.get_running_loop().create_task(bench.cache.load(call)))
+    assert not isinstance(result, BaseException)
+    assert bench.source.reads == []
+    assert bench.cache.residency.names.is_without_source(digest_of("a"))
+    assert bench.cache.residency.names.source_of(ref("b")) == ""
 
 
 async def test_a_known_digest_comes_from_memory_then_from_disk_then_from_its_source() -> None:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
+import resource
 import stat
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
+from slotcar_sidecar.ops.logs import MOST_LINE_BYTES
 from slotcar_sidecar.process.lines import AppendedFile, Descriptor, Lines, open_appended
 
 PATIENCE_SECONDS = 30.0
+# A descriptor that `select` has no room for.
+HIGH = 1100
 
 
 class Gate:
@@ -60,6 +67,16 @@ def pipe() -> Iterator[tuple[int, int]]:
         os.close(end)
 
 
+@pytest.fixture
+def _many_descriptors() -> Iterator[None]:
+    """This process may have more than `select` can name."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft <= HIGH:  # no limit is below 0
+        resource.setrlimit(resource.RLIMIT_NOFILE, (HIGH + 1, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_who_logs_waits_for_nobody_and_what_finds_no_room_is_counted() -> None:
     gate, lost = Gate(), Counted()
     lines = Lines(gate, "test")
@@ -96,6 +113,35 @@ def test_what_cannot_be_written_is_counted() -> None:
     assert lost.count == 1
 
 
+def test_whatever_fails_in_the_thread_does_not_end_it() -> None:
+    """As the end of a file does that could not be written out."""
+    gate, lost = Gate(), Counted()
+    gate.opened.set()
+    lines = Lines(gate, "test")
+    lines.observe(lost)
+    lines.after_lines(partial(os.close, -1))
+    lines.after_lines(partial(int, "nonsense"))
+    lines.emit(record("later"))
+    lines.flush()
+    assert (gate.lines, lost.count) == ([b"later\n"], 2)
+
+
+@pytest.mark.parametrize("letter", ["x", "\N{HEAVY BLACK HEART}", "\N{ROCKET}"])
+def test_a_line_has_no_more_bytes_than_it_may(letter: str) -> None:
+    gate = Gate()
+    gate.opened.set()
+    lines = Lines(gate, "test")
+    for count in (MOST_LINE_BYTES // len(letter.encode()), MOST_LINE_BYTES):
+        lines.emit(record(letter * count))
+    lines.emit(record("first" + letter * MOST_LINE_BYTES))
+    lines.flush()
+    whole, *cut = (line.decode().removesuffix("\n") for line in gate.lines)
+    assert set(whole) == {letter}
+    for text in cut:
+        assert text.removeprefix("first").strip(letter) in ("…", "")
+        assert len(text.encode()) <= MOST_LINE_BYTES
+
+
 def test_a_line_goes_out_whole_through_a_pipe_that_does_not_wait(pipe: tuple[int, int]) -> None:
     """Another process that has the pipe may have set it so."""
     read, write = pipe
@@ -107,6 +153,27 @@ def test_a_line_goes_out_whole_through_a_pipe_that_does_not_wait(pipe: tuple[int
     while not found.endswith(b"\n"):
         found += os.read(read, 1 << 16)
     writer.join(PATIENCE_SECONDS)
+    assert found == line
+
+
+@pytest.mark.usefixtures("_many_descriptors")
+def test_a_pipe_is_waited_for_whatever_its_number() -> None:
+    """`select` takes none above 1023, which a busy server has."""
+    read, write = os.pipe()
+    high = fcntl.fcntl(write, fcntl.F_DUPFD_CLOEXEC, HIGH)
+    os.close(write)
+    os.set_blocking(high, False)
+    fcntl.fcntl(high, fcntl.F_SETPIPE_SZ, 4096)  # so that it is full time and again
+    line = b"x" * (1 << 20) + b"\n"
+
+    def write_all() -> None:
+        with os.fdopen(high, "wb", buffering=0):
+            Descriptor(high).write(line)
+
+    with os.fdopen(read, "rb") as pipe, ThreadPoolExecutor(1) as pool:
+        written = pool.submit(write_all)
+        found = pipe.read()
+        written.result(PATIENCE_SECONDS)
     assert found == line
 
 

@@ -143,6 +143,19 @@ async def test_a_folder_that_comes_later_is_found(tmp_path: Path, metrics: Metri
         await word.until("second")
 
 
+@pytest.mark.parametrize("name", ["a\0b/word", "\ud800/word"])
+async def test_what_can_be_no_path_holds_nobody_up(tmp_path: Path, metrics: Metrics, name: str) -> None:
+    """A file may name anything as another. To see it fail: let `identity` raise what `stat` raises."""
+    odd, good = Word(tmp_path / name), Word(tmp_path / "word")
+    reloads = Reloads(metrics, POLL_SECONDS)
+    for word in (odd, good):
+        reloads.add("word", word.files, word.apply)
+    async with running(reloads):
+        for version in ("first", "second"):
+            save(good.path, version)
+            await good.until(version)
+
+
 async def test_the_files_may_become_others(tmp_path: Path, metrics: Metrics) -> None:
     """As those that a policy names."""
     first, other = tmp_path / "a" / "word", tmp_path / "b" / "word"

@@ -14,7 +14,7 @@ from slotcar.v1 import adapter_service_pb2
 
 from slotcar_client.credentials import Address
 from slotcar_client.effects import Advance, Call, Effect, Plan
-from slotcar_client.errors import CallCancelled, Unauthenticated
+from slotcar_client.errors import CallCancelled, RequestInvalid, Unauthenticated
 from slotcar_client.rpc import OPTIONS, Stubs, call_metadata, translated
 from slotcar_client.upload import Upload
 
@@ -43,7 +43,9 @@ class AsyncRpc:
 
     def _method(self, request: type[Message]) -> Any:
         if self._address.has_new_files():
-            self._stubs = self._connected()
+            # A file that is missing for a moment is looked at again; the channel of before is as good till then.
+            with contextlib.suppress(RequestInvalid):
+                self._stubs = self._connected()
         return self._stubs.of(request)
 
     async def call(self, call: Call) -> Any:
@@ -56,10 +58,11 @@ class AsyncRpc:
 
     async def identified(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """The result of an attempt; of another, with a token, if the sidecar does not know who called."""
+        refused = self._address.given_token
         try:
             return await attempt()
         except Unauthenticated:
-            if not await asyncio.to_thread(self._address.identify):
+            if not await asyncio.to_thread(self._address.identify, refused):
                 raise
         return await attempt()
 

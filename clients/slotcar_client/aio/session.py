@@ -190,7 +190,9 @@ class AsyncSession:
     async def _perform(self, effect: Effect) -> Any:
         match effect:
             case Call():
-                return await (self._queue(effect) if effect.lends else self._rpc.call(effect))
+                if effect.lends:
+                    return await self._rpc.identified(lambda: self._queue(effect))
+                return await self._rpc.call(effect)
             case Forward():
                 return await self._forward(effect)
             case Open():
@@ -212,6 +214,7 @@ class AsyncSession:
 
     async def _queue(self, effect: Call) -> Any:
         """A call that the server may queue, which `close` cancels."""
+        self._check_open()
         call = self._rpc.begin(effect)
         self._queued.add(call)
         try:

@@ -43,7 +43,8 @@ class StreamTransport:
         from slotcar_client import torch_tensors
 
         outgoing = torch_tensors.to_request(forward)
-        return torch_tensors.to_outputs(forward, outgoing, self._ask(outgoing.request))
+        response = self._rpc.identified(lambda: self._ask(outgoing.request))
+        return torch_tensors.to_outputs(forward, outgoing, response)
 
     def call(self, call: Call) -> Any:
         return self._rpc.call(call)

@@ -85,8 +85,7 @@ def _flags(request: Request, target: Target, bind: str) -> Iterator[str]:
     yield f"--listen={places.TARGET}"
     yield f"--planes={','.join(request.planes)}"
     yield f"--metrics={host}:{request.metrics_port}"
-    if request.status_page == "false":
-        yield "--no-pages"
+    yield f"--pages={'always' if request.status_page == 'true' else 'never'}"
     yield f"--health={host}:{request.health_port}"
     yield f"--slots={request.slots}"
     yield f"--max-rank={request.max_rank}"

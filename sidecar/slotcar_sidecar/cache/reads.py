@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from slotcar_sidecar.cache.state import State
 from slotcar_sidecar.core.calls import LoadCall
+from slotcar_sidecar.core.errors import DigestMismatch
 from slotcar_sidecar.core.ids import AdapterRef, Digest
 from slotcar_sidecar.core.ports import HostAdapter, Upload
 
@@ -39,7 +40,10 @@ class Reads:
         else:
             # An upload that is to come back from the disk has no source, not even a wrong one.
             uri = await self._state.tiers.canonical(call.source) if call.source else ""
-            async with self._verified(lambda: (uri, call.ref.digest)) as weights:
+            wanted = call.ref.digest
+            async with self._verified(lambda: (uri, None if call.must_read else wanted)) as weights:
+                if wanted not in (None, weights.adapter.digest):
+                    raise DigestMismatch(uri, found=weights.adapter.digest, wanted=wanted)
                 yield weights, uri if weights.adapter.source == uri else None
 
     @contextlib.asynccontextmanager
@@ -86,7 +90,9 @@ class Reads:
         tiers, start = self._state.tiers, self._state.now()
         weights = tiers.from_host(digest)
         if weights is None:
-            weights = await tiers.from_disk(digest, uri)
+            # A source that is not read now takes no other's place: it may not have these bytes.
+            known = self._state.residency.names.find(digest)
+            weights = await tiers.from_disk(digest, uri if known is None else known.source)
             if weights is not None:
                 self._was_read(weights, start)
         return weights

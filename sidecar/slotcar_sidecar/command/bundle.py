@@ -94,7 +94,7 @@ def _add(archive: tarfile.TarFile, name: str, data: bytes, seconds: float) -> No
 def _without_secrets(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {
-            key: LEFT_OUT if isinstance(each, str) and each and _SECRET_KEY.search(key) else _without_secrets(each)
+            key: LEFT_OUT if isinstance(each, str) and each and _SECRET_KEY.search(str(key)) else _without_secrets(each)
             for key, each in value.items()
         }
     if isinstance(value, list | tuple):

@@ -19,7 +19,7 @@ from slotcar_client.aio import AsyncClient
 
 from slotcar_sidecar.command import bundle, console
 from slotcar_sidecar.command.bundle import Missing, Part
-from slotcar_sidecar.command.calls import server_options, usage
+from slotcar_sidecar.command.calls import Seconds, server_options, usage
 from slotcar_sidecar.command.doctor import examine
 from slotcar_sidecar.command.shown import credentials
 from slotcar_sidecar.core.events import MAX_REPLAY
@@ -57,7 +57,7 @@ Ask = Callable[[AsyncClient], Awaitable[Part]]
 @click.option(
     "--timeout",
     "timeout_seconds",
-    type=click.FloatRange(min=0.1, max=600),
+    type=Seconds(min=0.1, max=600),
     default=10.0,
     show_default=True,
     help="How long to wait for each part, in seconds.",
@@ -71,7 +71,8 @@ def snapshot(target: str | None, as_json: bool, output: Path, timeout_seconds: f
     out = console.Output(as_json)
     with out.working("asking the server"):
         about, parts = asyncio.run(_ask(target, timeout_seconds))
-        parts |= {"doctor.json": _doctor(target), "versions.json": _versions(), "machine.json": _machine()}
+        own = {"doctor.json": lambda: _doctor(target), "versions.json": _versions, "machine.json": _machine}
+        parts |= {name: _own_part(make) for name, make in own.items()}
     try:
         manifest = bundle.write(output, parts, about)
     except OSError as error:
@@ -104,6 +105,19 @@ async def _part(client: AsyncClient, ask: Ask, seconds: float) -> Part:
         return Missing(f"no answer within {seconds:g} s")
     except OSError as error:
         return Missing(error.strerror or str(error))
+    except Exception as error:  # a bundle without a part is of more use than none
+        return _failed(error)
+
+
+def _own_part(make: Callable[[], Part]) -> Part:
+    try:
+        return make()
+    except Exception as error:
+        return _failed(error)
+
+
+def _failed(error: Exception) -> Missing:
+    return Missing(f"{type(error).__name__}: {error}")
 
 
 # What a server is asked for

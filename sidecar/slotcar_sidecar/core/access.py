@@ -77,7 +77,11 @@ class Names:
 
     def are_within(self, others: Names) -> bool:
         """Whether `others` have every name that these have."""
-        return all(pattern[:-1] in others if pattern.endswith("*") else pattern in others for pattern in self.patterns)
+        return all(map(others._has_all_of, self.patterns))
+
+    def _has_all_of(self, pattern: str) -> bool:
+        """A beginning of names is had by a shorter one or itself alone, never by whole names."""
+        return pattern[:-1].startswith(self._beginnings) if pattern.endswith("*") else pattern in self
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ class LoadCall:
     """What a caller wants under a name: from `source`, from what came with the call, or else from where it is known.
 
     `in_slot` False stops at the host tier, with `on_disk` at the disk tier; `hold` takes a hold in the same step.
+    `must_read`: the source itself has to have the ref's digest, as the caller may not have bytes for knowing theirs.
     """
 
     ref: AdapterRef
@@ -37,6 +38,7 @@ class LoadCall:
     on_disk: bool = False
     hold: HoldTerms | None = None
     upload: Upload | None = None
+    must_read: bool = False
 
     def __post_init__(self) -> None:
         if self.keep and not self.in_slot:

@@ -99,6 +99,10 @@ class Names:
         """The adapter with a digest that is not forgotten."""
         return self._adapters[digest]
 
+    def find(self, digest: Digest) -> Adapter | None:
+        """The same, None for a digest that is not known."""
+        return self._adapters.get(digest)
+
     def source_of(self, ref: AdapterRef) -> str:
         """Where to load from again what the ref says, empty for what was uploaded. Raises AdapterNotFound."""
         if ref.name in self._digests and ref.digest in (None, self._digests[ref.name]):

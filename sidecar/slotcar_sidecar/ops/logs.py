@@ -1,6 +1,7 @@
 """Log lines: one event each, for people or as JSON, with who called and in which trace; nothing per Forward.
 
-Invariant: a line is a line and a field is a field, whatever stands in names, messages and reasons.
+Invariant: a line is a line and a field is a field, whatever stands in names, messages and reasons; what is too long is
+cut where it stands, so that a line of JSON stays one.
 """
 
 from __future__ import annotations
@@ -8,11 +9,11 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from structlog.processors import JSONRenderer, format_exc_info
+from structlog.processors import format_exc_info
 from structlog.stdlib import ProcessorFormatter
 from structlog.typing import EventDict
 
@@ -25,15 +26,18 @@ LEVELS = ("debug", "info", "warning", "error")
 
 _log = logging.getLogger("slotcar.events")
 
+MOST_LINE_BYTES = 64 << 10
 _MOST_CHARACTERS = 16 << 10
 """Of a message or a value: names are short, and of what a peer said the beginning is enough."""
+_FEW_CHARACTERS = 256
+"""The same where a line would be too long."""
 _HEAD = ("time", "level", "logger", "message")
 _process: dict[str, str] = {}
 
 
 def formatter(log_format: str) -> logging.Formatter:
     """Makes lines of records; `extra={"fields": {...}}` adds fields to one."""
-    render = JSONRenderer(serializer=json.dumps, default=str) if log_format == "json" else _human
+    render = _json if log_format == "json" else _human
     return ProcessorFormatter(
         foreign_pre_chain=[format_exc_info, _described], processors=[ProcessorFormatter.remove_processors_meta, render]
     )
@@ -107,18 +111,50 @@ def _described(_logger: Any, _method: str, event: EventDict) -> EventDict:
         "logger": record.name,
         "message": _bounded(event.pop("event")),
     }
+    if "exception" in event:
+        event["exception"] = _ends(event["exception"])
     fields: Mapping[str, Any] = getattr(record, "fields", {})
-    own = {key: _bounded(value) for key, value in fields.items() if key not in head}
+    own = {key: _value(value) for key, value in fields.items() if key not in head}
     return {**head, **{key: value for key, value in context().items() if key not in own}, **own, **event}
 
 
-def _bounded(value: Any) -> Any:
+def _value(value: Any) -> Any:
+    """What a field has: one value, or several."""
+    return _several(value) if isinstance(value, list | tuple) else _bounded(value)
+
+
+def _several(values: Iterable[Any]) -> list[Any]:
+    """The first, as many as have room for the characters of one."""
+    some: list[Any] = []
+    left = _MOST_CHARACTERS
+    for value in values:
+        if left <= 0:
+            return [*some, "…"]
+        some.append(_bounded(value, left))
+        left -= len(str(some[-1])) + 1
+    return some
+
+
+def _bounded(value: Any, most: int = _MOST_CHARACTERS) -> Any:
     """Nothing is too long for a line, or no JSON."""
-    if isinstance(value, str) and len(value) > _MOST_CHARACTERS:
-        return value[:_MOST_CHARACTERS] + "…"
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
+    if value is None or isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    text = value if isinstance(value, str) else str(value)
+    return text if len(text) <= most else text[:most] + "…"
+
+
+def _ends(trace: str) -> str:
+    """A traceback begins with who called, and ends with what was raised."""
+    half = _MOST_CHARACTERS // 2
+    return trace if len(trace) <= _MOST_CHARACTERS else f"{trace[:half]}\n…\n{trace[-half:]}"
+
+
+def _json(_logger: Any, _method: str, event: EventDict) -> str:
+    """One object; escapes may make six bytes of a character, and more."""
+    line = json.dumps(event, default=str)
+    if len(line) <= MOST_LINE_BYTES:
+        return line
+    return json.dumps({key: _bounded(value, _FEW_CHARACTERS) for key, value in event.items()})
 
 
 def _human(_logger: Any, _method: str, event: EventDict) -> str:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
+
+from slotcar_sidecar.ops.logs import utc_text
 
 _LOOK_SECONDS = 900.0
 
@@ -248,7 +250,10 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """All of it; `time` is in Unix seconds, events and loads are the latest first."""
+    """All of it; `time` is in Unix seconds, events and loads are the latest first.
+
+    `certificates` has when each in force ends, in Unix seconds; `not_in_force` why what files say is not.
+    """
 
     time: float
     server: Server
@@ -262,6 +267,8 @@ class State:
     loads: tuple[Load, ...]
     events: tuple[Event, ...]
     left_out: Mapping[str, int]
+    certificates: Mapping[str, float] = field(default_factory=dict)
+    not_in_force: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def attention(self) -> tuple[Notice, ...]:
@@ -288,6 +295,11 @@ def _attention(state: State) -> Iterator[Notice]:
     server, promised = state.server, state.promised
     if not server.readiness.startswith("ready"):
         yield Notice("The server", f"is not ready for work: {server.readiness}")
+    for name, end in state.certificates.items():
+        if end <= state.time:
+            yield Notice(f"The certificate {name}", f"is expired since {utc_text(end)}: connections over TCP fail")
+    for what, why in state.not_in_force.items():
+        yield Notice(f"What the files of the {what} say", f"is not in force: {why}")
     if promised.waiting:
         yield Notice(f"{promised.waiting} mappings", f"wait for slots, of which {promised.available} can be had now")
     if state.file is not None and state.file.cause:

@@ -1,7 +1,8 @@
 """Writes log lines in a thread of its own, so that nobody who logs ever waits for who reads them.
 
-Invariant: the queue is bounded; a line that finds no room is dropped whole, and counted. The thread holds no lock while
-it writes, so that a reader who has stopped holds up neither the process nor its end.
+Invariant: the queue is bounded, as are its lines; a line that finds no room is dropped whole, and counted. The thread
+holds no lock while it writes, so that a reader who has stopped holds up neither the process nor its end; nothing that
+fails in it ends it.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from slotcar_sidecar.ops.logs import MOST_LINE_BYTES
+
 _MOST_LINES = 4096
 _FLUSH_SECONDS = 1.0
+_CUT = "…".encode()
 
 
 class Sink(Protocol):
@@ -49,8 +53,8 @@ class Lines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            line = self.format(record).encode("utf-8", "backslashreplace") + b"\n"
-            self._queue.put_nowait(line)
+            line = _cut(self.format(record).encode("utf-8", "backslashreplace"))
+            self._queue.put_nowait(line + b"\n")
         except queue.Full:
             self.when_lost(1)
         except Exception:
@@ -76,12 +80,12 @@ class Lines(logging.Handler):
     def _write(self) -> None:
         while True:
             item = self._queue.get()
-            if not isinstance(item, bytes):
-                item()
-                continue
             try:
-                self._sink.write(item)
-            except OSError:
+                if isinstance(item, bytes):
+                    self._sink.write(item)
+                else:
+                    item()
+            except Exception:
                 self.when_lost(1)
 
 
@@ -116,15 +120,22 @@ class AppendedFile:
         self._has_failed = False
 
     def go_on_in(self, descriptor: int) -> None:
-        """The lines from now on are for another file."""
-        os.close(self._descriptor)
-        self._descriptor, self._has_failed = descriptor, False
+        """The lines from now on are for another file. Raises OSError when the one before lost some at its end."""
+        before, self._descriptor, self._has_failed = self._descriptor, descriptor, False
+        os.close(before)
 
 
 def open_appended(path: Path) -> int:
     """A descriptor that appends; a new file has mode 0640. Raises OSError, at once for a pipe that nobody reads."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
     return os.open(path, flags, 0o640)
+
+
+def _cut(line: bytes) -> bytes:
+    """The beginning of what is too long, in whole characters."""
+    if len(line) <= MOST_LINE_BYTES:
+        return line
+    return line[: MOST_LINE_BYTES - len(_CUT)].decode("utf-8", "ignore").encode() + _CUT
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
@@ -134,4 +145,7 @@ def _write_all(descriptor: int, data: bytes) -> None:
         try:
             rest = rest[os.write(descriptor, rest) :]
         except BlockingIOError:  # a pipe that does not wait by itself
-            select.select((), (descriptor,), ())
+            # Not `select.select`, which takes no descriptor above 1023.
+            poll = select.poll()
+            poll.register(descriptor, select.POLLOUT)
+            poll.poll()

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slotcar_sidecar.config import Config
+from slotcar_sidecar.core.errors import SlotcarError
 from slotcar_sidecar.ops import audit, logs
 from slotcar_sidecar.ops.metrics import Metrics
 from slotcar_sidecar.process.lines import AppendedFile, Descriptor, Lines, open_appended
 from slotcar_sidecar.process.reload import Reloads
 from slotcar_sidecar.process.sockets import StartError
+from slotcar_sidecar.sync.file import contents
 
 __all__ = ["Output", "start"]
 
@@ -92,8 +94,10 @@ def _no_files() -> Iterable[Path]:
 
 def _level_in(file: Path) -> str:
     """The one word in a file. Raises OSError."""
-    with file.open("rb") as opened:
-        found = opened.read(_MOST_LEVEL_BYTES).decode("utf-8", "replace").strip()
+    try:
+        found = contents(file, _MOST_LEVEL_BYTES).decode("utf-8", "replace").strip()
+    except SlotcarError as error:
+        raise OSError(error.message) from error
     if found not in logs.LEVELS:
         raise OSError(f"{file} has {found!r}: wanted {', '.join(logs.LEVELS)}")
     return found

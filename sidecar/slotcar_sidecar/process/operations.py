@@ -12,6 +12,7 @@ from pathlib import Path
 
 from slotcar_sidecar.config import Address, Config
 from slotcar_sidecar.ops import logs
+from slotcar_sidecar.ops.audit import audit
 from slotcar_sidecar.process.ending import Stop
 from slotcar_sidecar.rpc.operator_service import Operations, ProcessFacts
 
@@ -33,6 +34,7 @@ def _set_level(level: str) -> str:
     """Returns the level before."""
     previous = logs.level()
     logs.set_level(level)
+    audit("log-level", log_level=level, previous=previous)
     return previous
 
 

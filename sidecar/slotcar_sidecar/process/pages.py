@@ -16,7 +16,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from http import HTTPStatus
+from ipaddress import ip_address
+from urllib.parse import urlsplit
 
 from prometheus_client import make_wsgi_app
 
@@ -30,17 +33,19 @@ from slotcar_sidecar.ops.state import State
 from slotcar_sidecar.process.owner import NoAnswer, Owner
 from slotcar_sidecar.process.scrapes import watch
 from slotcar_sidecar.process.sockets import StartError
-from slotcar_sidecar.process.states import Facts, StateTaker
+from slotcar_sidecar.process.states import Facts, FollowedFiles, StateTaker
 from slotcar_sidecar.process.web import Answer, Headers, Request, Respond, WebServer, listen
 from slotcar_sidecar.rpc.health import Phase
 
-__all__ = ["Seen", "serve_pages"]
+__all__ = ["Pages", "Seen", "serve_pages"]
 
 _log = logging.getLogger("slotcar")
 
-_FRESH_SECONDS = 0.25
-"""However many people look, the owner takes no more than so many states a second."""
+_FRESH_SECONDS = 1.0
+"""However many people look, no more than one state in this time is taken, and made a page of."""
 _NOTE_SECONDS = 1.0
+_NEAR_NAMES = (".localhost", ".svc", ".cluster.local")
+"""Names that nobody outside can give an address to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,7 @@ class Seen:
     planes: tuple[str, ...]
     phase: Callable[[], Phase]
     desired: Callable[[int], DesiredStatus]
+    files: FollowedFiles
 
 
 def serve_pages(
@@ -69,9 +75,11 @@ def serve_pages(
     owner = Owner()
     watch(metrics, cache, config, owner)
     routes: dict[str, Respond] = {"/metrics": _Metrics(metrics)}
-    if not config.no_pages:
-        pages = _Pages(_make_taker(config, cache, metrics, seen, resources), owner)
-        routes |= {"/": pages.page, "/debug/state.json": pages.data}
+    if config.pages == "always" or (config.pages == "loopback" and address.is_loopback):
+        taker = _make_taker(config, cache, metrics, seen, resources)
+        pages = Pages(lambda: owner.ask(taker.take), time.monotonic)
+        near = functools.partial(_near_alone, address.host)
+        routes |= {"/": near(pages.page), "/debug/state.json": near(pages.data)}
     server = WebServer(listener, functools.partial(_respond, routes))
     resources.callback(server.close)
     resources.callback(owner.close)
@@ -89,7 +97,8 @@ def _make_taker(
     build = metrics.facts
     host = socket.gethostname()
     facts = Facts(host, build["version"], build["device"], build["kernel"], config.eviction, seen.planes)
-    taker = StateTaker(cache, facts, seen.phase, seen.desired, time.time, now, LoadLog(time.time))
+    loads = LoadLog(time.time)
+    taker = StateTaker(cache, facts, seen.phase, seen.desired, time.time, now, loads, files=seen.files)
     metrics.stage_listeners.append(taker.loads.stage)
     cache.events.listeners.append(taker.names.note)
     for event in cache.events.since(0):
@@ -125,6 +134,34 @@ def _respond(routes: Mapping[str, Respond], request: Request) -> Answer:
         return Answer(HTTPStatus.SERVICE_UNAVAILABLE, b"the server is busy, or ends\n")
 
 
+def _near_alone(own: str, respond: Respond) -> Respond:
+    """Refuses who asks for a public name that is not `own`: a page of that name could read what it then gets."""
+
+    def answer(request: Request) -> Answer:
+        if _is_near(request.headers.get("host", ""), own):
+            return respond(request)
+        return Answer(HTTPStatus.MISDIRECTED_REQUEST, b"ask by an address, or by the name of --metrics\n")
+
+    return answer
+
+
+def _is_near(authority: str, own: str) -> bool:
+    """Whether a Host is an address, `own`, or a name that has no meaning beyond this network."""
+    try:
+        host = (urlsplit(f"//{authority}").hostname or "").removesuffix(".")
+    except ValueError:
+        return False
+    if "." not in host and ":" not in host:
+        return True
+    if host == own.lower() or host.endswith(_NEAR_NAMES):
+        return True
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
 class _Metrics:
     """The library's own answer to a scrape, with its choice of format and compression."""
 
@@ -150,34 +187,60 @@ class _Metrics:
         return Answer(HTTPStatus(int(status.split(" ", 1)[0])), body, tuple(found))
 
 
-class _Pages:
-    """The state as a page and as data; what was taken a moment ago is shown again."""
+class _Body:
+    """What is sent, as it is and compressed."""
 
-    def __init__(self, taker: StateTaker, owner: Owner) -> None:
-        self._taker = taker
-        self._owner = owner
+    def __init__(self, body: bytes, headers: Headers) -> None:
+        self._body = body
+        self._headers = (*headers, ("Vary", "Accept-Encoding"))
+
+    @cached_property
+    def _compressed(self) -> bytes:
+        return gzip.compress(self._body, 1)
+
+    def answer(self, request: Request) -> Answer:
+        if "gzip" in request.headers.get("accept-encoding", ""):
+            return Answer(HTTPStatus.OK, self._compressed, (*self._headers, ("Content-Encoding", "gzip")))
+        return Answer(HTTPStatus.OK, self._body, self._headers)
+
+
+class _Shown:
+    """What is made of one state, each at most once."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    @cached_property
+    def page(self) -> _Body:
+        page = render(self._state)
+        headers = (("Content-Type", "text/html; charset=utf-8"), ("Content-Security-Policy", page.policy))
+        return _Body(page.text.encode(), headers)
+
+    @cached_property
+    def data(self) -> _Body:
+        return _Body(json.dumps(self._state.plain()).encode(), (("Content-Type", "application/json"),))
+
+
+class Pages:
+    """The state as a page and as data; what was made a moment ago is shown again. The lock is held while it is made."""
+
+    def __init__(self, take: Callable[[], State], clock: Callable[[], float]) -> None:
+        self._take = take
+        self._clock = clock
         self._lock = threading.Lock()
-        self._last: State | None = None
+        self._last: _Shown | None = None
         self._taken = 0.0
 
     def page(self, request: Request) -> Answer:
-        page = render(self._state())
-        headers = (("Content-Type", "text/html; charset=utf-8"), ("Content-Security-Policy", page.policy))
-        return _compressed(request, page.text.encode(), headers)
+        with self._lock:
+            return self._shown().page.answer(request)
 
     def data(self, request: Request) -> Answer:
-        body = json.dumps(self._state().plain()).encode()
-        return _compressed(request, body, (("Content-Type", "application/json"),))
-
-    def _state(self) -> State:
         with self._lock:
-            now = time.monotonic()
-            if self._last is None or now - self._taken > _FRESH_SECONDS:
-                self._last, self._taken = self._owner.ask(self._taker.take), now
-            return self._last
+            return self._shown().data.answer(request)
 
-
-def _compressed(request: Request, body: bytes, headers: Headers) -> Answer:
-    if "gzip" in request.headers.get("accept-encoding", ""):
-        body, headers = gzip.compress(body, 1), (*headers, ("Content-Encoding", "gzip"))
-    return Answer(HTTPStatus.OK, body, (*headers, ("Vary", "Accept-Encoding")))
+    def _shown(self) -> _Shown:
+        now = self._clock()
+        if self._last is None or now - self._taken > _FRESH_SECONDS:
+            self._last, self._taken = _Shown(self._take()), now
+        return self._last

@@ -22,19 +22,19 @@ from slotcar_sidecar.cache import AdapterCache
 from slotcar_sidecar.config import Config
 from slotcar_sidecar.core.access import EVERY_NAME, PLANES, Client, Identity, Names, Policy, Proof, expanded
 from slotcar_sidecar.core.denials import Denials
-from slotcar_sidecar.core.errors import RequestInvalid
+from slotcar_sidecar.core.errors import RequestInvalid, SourceUnavailable
 from slotcar_sidecar.core.ids import AdapterName
 from slotcar_sidecar.ops.audit import audit
 from slotcar_sidecar.process.reload import Reloads
 from slotcar_sidecar.process.sockets import StartError
 from slotcar_sidecar.rpc.access import Access
+from slotcar_sidecar.sync.file import MAX_FILE_BYTES, contents
 from slotcar_sidecar.sync.text import Plain, TextError, Twice, parse
 
 __all__ = ["MIN_TOKEN_BYTES", "PolicyFile", "make_access", "parse_policy"]
 
 API_VERSION = "slotcar.dev/v1"
 MIN_TOKEN_BYTES = 16
-_MAX_FILE_BYTES = 1 << 20
 _MAX_TOKEN_BYTES = 8 << 10
 _MAX_CLIENTS = 1000
 _MAX_LIST = 1000
@@ -51,7 +51,7 @@ _NUMBER = re.compile(r"[0-9]{1,10}")
 _TEXT = re.compile(r"[\x21-\x7e]{1,255}")
 
 TokenHash = Callable[[str], str]
-"""The SHA-256, in hex, of the token in the file of this name. Raises OSError or RequestInvalid."""
+"""The SHA-256, in hex, of the token in the file of this name. Raises OSError, SourceUnavailable or RequestInvalid."""
 
 
 class PolicyFile:
@@ -66,23 +66,22 @@ class PolicyFile:
         return (self._path, *sorted(self._tokens))
 
     def read(self) -> Policy:
-        """Raises RequestInvalid, naming the file and the field, or OSError."""
+        """Raises RequestInvalid, naming the file and the field, SourceUnavailable or OSError."""
         self._tokens = set()
-        data = self._path.read_bytes()
         try:
-            if len(data) > _MAX_FILE_BYTES:
-                raise RequestInvalid("size", found=f"{len(data)} bytes", wanted=f"at most {_MAX_FILE_BYTES}")
-            return parse_policy(_decoded(data), str(self._path), self._token_hash)
+            return parse_policy(_decoded(contents(self._path, MAX_FILE_BYTES)), str(self._path), self._token_hash)
         except RequestInvalid as error:
             raise error.at(f"{self._path}: {error.field}") from None
 
     def _token_hash(self, file: str) -> str:
         path = Path(file)
-        if not path.is_absolute():
+        if not (path.is_absolute() and file.isprintable()):
             raise RequestInvalid("token_file", found=file, wanted="an absolute path")
         self._tokens.add(path)
-        with path.open("rb") as opened:
-            token = opened.read(_MAX_TOKEN_BYTES + 1).strip()
+        try:
+            token = contents(path, _MAX_TOKEN_BYTES).strip()
+        except RequestInvalid as error:
+            raise error.at("token_file") from None
         if not MIN_TOKEN_BYTES <= len(token) <= _MAX_TOKEN_BYTES:
             wanted = f"a token of {MIN_TOKEN_BYTES} to {_MAX_TOKEN_BYTES} bytes in {file}"
             raise RequestInvalid("token_file", found=f"{len(token)} bytes", wanted=wanted)
@@ -222,7 +221,7 @@ def make_access(config: Config, cache: AdapterCache, reloads: Reloads) -> Access
     reloads.add("policy", file.files, lambda: access.replace(file.read()))
     try:
         access.replace(file.read())
-    except RequestInvalid as error:
+    except (RequestInvalid, SourceUnavailable) as error:
         raise StartError(f"--policy cannot be used: {error.message}") from error
     except OSError as error:
         raise StartError(f"--policy cannot be used: {error.filename}: {error.strerror}") from error

@@ -70,6 +70,10 @@ class Reloads:
         self._things.append(thing)
         self._observer.reloads(what)
 
+    def not_in_force(self) -> dict[str, str]:
+        """Why each thing is not what its files say, of those that are not."""
+        return {thing.what: thing.failure for thing in self._things if thing.failure}
+
     def all(self) -> None:
         """Puts everything in force anew, changed or not."""
         _log.info("reloading", extra={"fields": {"what": " ".join(thing.what for thing in self._things)}})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Mapping as ReadOnly
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -24,7 +25,7 @@ from slotcar_sidecar.ops.recent import LoadLog, NameLog, Timed, UseTimes
 from slotcar_sidecar.ops.state import Most, State
 from slotcar_sidecar.rpc.health import Phase
 
-__all__ = ["Facts", "StateTaker"]
+__all__ = ["Facts", "FollowedFiles", "StateTaker"]
 
 _MOST_CHARACTERS = 500
 _MOST_ORDERED = 64
@@ -44,6 +45,14 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
+class FollowedFiles:
+    """What State says of files that are followed: `certificates`, and what of them is `not_in_force`."""
+
+    certificates: Callable[[], ReadOnly[str, float]] = dict
+    not_in_force: Callable[[], ReadOnly[str, str]] = dict
+
+
+@dataclass(frozen=True, slots=True)
 class StateTaker:
     """`desired` has so many entries of the declared set, `wall_clock` is in Unix seconds, `started` in the cache's."""
 
@@ -56,6 +65,7 @@ class StateTaker:
     loads: LoadLog
     names: NameLog = field(default_factory=NameLog)
     uses: UseTimes = field(default_factory=UseTimes)
+    files: FollowedFiles = field(default_factory=FollowedFiles)
 
     def note_uses(self) -> None:
         """Which moment it is; the oftener it is called, the better is known when a slot was used."""
@@ -90,6 +100,8 @@ class StateTaker:
                 "declared": sum(desired.counts.values()) - len(desired.entries),
                 "lost": max(0, len(capacity.restore_failures) - Most.LOST),
             },
+            certificates=dict(self.files.certificates()),
+            not_in_force={what: why[:_MOST_CHARACTERS] for what, why in self.files.not_in_force().items()},
         )
 
     def _server(self, capacity: Capacity) -> shown.Server:

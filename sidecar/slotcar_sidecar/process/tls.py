@@ -6,6 +6,7 @@ Invariant: what gRPC is given is a pair whose key fits, with authorities to chec
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from slotcar_sidecar.config import Config
-from slotcar_sidecar.core.errors import RequestInvalid
+from slotcar_sidecar.core.errors import RequestInvalid, SourceUnavailable
 from slotcar_sidecar.process.reload import Reloads
 from slotcar_sidecar.process.sockets import StartError
+from slotcar_sidecar.sync.file import MAX_FILE_BYTES, contents
 
 if TYPE_CHECKING:
     from cryptography.x509 import Certificate
@@ -25,7 +27,7 @@ __all__ = ["Certificates", "make_certificates"]
 
 _log = logging.getLogger("slotcar")
 
-_MAX_FILE_BYTES = 1 << 20
+_BEGIN = re.compile(rb"-----BEGIN (?:X509 )?CERTIFICATE-----")
 
 Expiry = Callable[[str, float], None]
 """Called with the certificate's kind and the end of its life, in Unix seconds."""
@@ -40,24 +42,36 @@ class Certificates:
         self._wall_clock = wall_clock
         self._expiry = expiry
         self._current: grpc.ServerCertificateConfiguration | None = None
+        self._ends: dict[str, float] = {}
 
     def files(self) -> tuple[Path, ...]:
         return self._paths
 
+    def ends(self) -> dict[str, float]:
+        """When those in force end, in Unix seconds: the server's, and the first of the authorities'."""
+        return dict(self._ends)
+
     def read(self) -> None:
-        """Puts in force what the files have, for connections from now on. Raises RequestInvalid or OSError."""
+        """Puts in force what the files have, for connections from now on. Raises SlotcarError or OSError."""
         chain, key, authorities = map(_read, self._paths)
         own, others = _certificates(self._paths[0], chain), _certificates(self._paths[2], authorities)
-        _check_key(self._paths[1], key, own[0])
-        expires = own[0].not_valid_after_utc.timestamp()
-        if expires <= self._wall_clock():
-            if self._current is not None:
-                wanted = "one that is valid still"
-                raise RequestInvalid(str(self._paths[0]), found=f"expired {own[0].not_valid_after_utc}", wanted=wanted)
-            _log.error("the certificate is expired", extra={"fields": {"file": self._paths[0]}})
+        _check_key(self._paths, key, own[0])
+        self._check_life(own[0])
         self._current = grpc.ssl_server_certificate_configuration([(key, chain)], authorities)
-        self._expiry("server", expires)
-        self._expiry("client_ca", min(each.not_valid_after_utc.timestamp() for each in others))
+        first = min(each.not_valid_after_utc.timestamp() for each in others)
+        self._ends = {"server": own[0].not_valid_after_utc.timestamp(), "client_ca": first}
+        for name, end in self._ends.items():
+            self._expiry(name, end)
+
+    def _check_life(self, certificate: Certificate) -> None:
+        """A server starts with what it has. Raises RequestInvalid when there is one in force that may be better."""
+        begin, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+        if begin.timestamp() <= self._wall_clock() < end.timestamp():
+            return
+        state = f"not valid before {begin}" if self._wall_clock() < begin.timestamp() else f"expired {end}"
+        if self._current is not None:
+            raise RequestInvalid(str(self._paths[0]), found=state, wanted="one that is valid now")
+        _log.error("the certificate is of no use now", extra={"fields": {"file": self._paths[0], "reason": state}})
 
     def credentials(self) -> grpc.ServerCredentials:
         """For one port: every connection shows and wants a certificate."""
@@ -85,7 +99,7 @@ def make_certificates(config: Config, reloads: Reloads, expiry: Expiry) -> Certi
         certificates.read()
     except ModuleNotFoundError as error:
         raise StartError("--tls-cert needs the package cryptography: pip install 'slotcar[tls]'") from error
-    except RequestInvalid as error:
+    except (RequestInvalid, SourceUnavailable) as error:
         raise StartError(f"the certificates cannot be used: {error.message}") from error
     except OSError as error:
         raise StartError(f"{error.filename} cannot be read: {error.strerror}") from error
@@ -93,28 +107,37 @@ def make_certificates(config: Config, reloads: Reloads, expiry: Expiry) -> Certi
 
 
 def _read(path: Path) -> bytes:
-    with path.open("rb") as file:
-        data = file.read(_MAX_FILE_BYTES + 1)
-    if len(data) > _MAX_FILE_BYTES:
-        raise RequestInvalid(str(path), found="more bytes", wanted=f"at most {_MAX_FILE_BYTES}")
-    return data
+    try:
+        return contents(path, MAX_FILE_BYTES)
+    except RequestInvalid as error:
+        raise error.at(str(path)) from None
 
 
 def _certificates(path: Path, data: bytes) -> Sequence[Certificate]:
     from cryptography import x509
 
     try:
-        return x509.load_pem_x509_certificates(data)
+        found = x509.load_pem_x509_certificates(data)
     except ValueError:
         raise RequestInvalid(str(path), found="no certificate", wanted="certificates as PEM") from None
+    if len(_BEGIN.findall(data)) != len(found):
+        raise RequestInvalid(str(path), found="a certificate that is cut off", wanted="whole ones")
+    return found
 
 
-def _check_key(path: Path, data: bytes, certificate: Certificate) -> None:
+def _check_key(paths: Sequence[Path], data: bytes, certificate: Certificate) -> None:
+    """`paths`: of the certificate, and of the key. Raises RequestInvalid unless they belong together."""
+    from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
     try:
         key = load_pem_private_key(data, password=None)
-    except (ValueError, TypeError):
-        raise RequestInvalid(str(path), found="no key", wanted="a private key as PEM, without a password") from None
-    if key.public_key() != certificate.public_key():
-        raise RequestInvalid(str(path), found="the key of another certificate", wanted="that of --tls-cert")
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        raise RequestInvalid(str(paths[1]), found="no key", wanted="a private key as PEM, without a password") from None
+    try:
+        fits = key.public_key() == certificate.public_key()
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        wanted = "RSA, an elliptic curve, or Ed25519"
+        raise RequestInvalid(str(paths[0]), found="a key of an unknown kind", wanted=wanted) from None
+    if not fits:
+        raise RequestInvalid(str(paths[1]), found="the key of another certificate", wanted="that of --tls-cert")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import hmac
 import ipaddress
 import secrets
 from collections import defaultdict
@@ -40,23 +39,41 @@ _BEARER = "Bearer "
 _TOKEN_BYTES = 32
 # The hash of the token that the call of now came with.
 _TOKEN: ContextVar[str] = ContextVar("token", default="")
-MAX_TOKENS = 1024
 MAX_TOKENS_OF_A_CLIENT = 256
 _TOLD = ("adapter", "plane", "session", "found")
 _FORWARDS = frozenset({"Forward", "ForwardStream"})
 
 
 @dataclass(slots=True, eq=False)
-class _Stream:
-    """A call that lasts, the hash of its token, and whether it may last no more."""
+class Stream:
+    """A call that lasts: of whom, the hash of its token, and whether it may last no more."""
 
+    client: str
     task: asyncio.Task[Any]
     token: str
     is_revoked: bool = False
+    _is_sending: bool = False
 
     def revoke(self) -> None:
+        """Ends what it waits for. What gRPC sends for it is let out, as its status could not follow otherwise."""
         self.is_revoked = True
-        self.task.cancel()
+        if not self._is_sending:
+            self.task.cancel()
+
+    @contextmanager
+    def sending(self) -> Iterator[None]:
+        """gRPC has the task in the body. Raises NotAllowed after it when it may last no more."""
+        self._is_sending = True
+        try:
+            yield
+        finally:
+            self._is_sending = False
+        self.check()
+
+    def check(self) -> None:
+        """Raises NotAllowed when it may last no more."""
+        if self.is_revoked:
+            raise NotAllowed(self.client, "go on, as it changed, or the token has ended")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,7 +94,7 @@ class Access:
         self._cache = cache
         self._denials = denials
         self._tokens: dict[str, Token] = {}
-        self._streams: defaultdict[str, set[_Stream]] = defaultdict(set)
+        self._streams: defaultdict[str, set[Stream]] = defaultdict(set)
         self.when_replaced: list[Callable[[], None]] = []
 
     # Changes of the policy
@@ -103,6 +120,10 @@ class Access:
             if session.terms.owner == name:
                 self._cache.close_session(session.session_id, "the policy changed")
 
+    def look(self) -> None:
+        """Tells of refusals that were not told yet, as there were many."""
+        self._denials.look()
+
     # Tokens
 
     @property
@@ -114,12 +135,9 @@ class Access:
         """A token for a process of this machine, until `forget`; `said` names it. Raises SlotcarError."""
         client = self.client_of_peer(identities, said)
         of_client = sum(token.client == client.name for token in self._tokens.values())
-        if len(self._tokens) >= MAX_TOKENS or of_client >= MAX_TOKENS_OF_A_CLIENT:
-            raise CapacityExceeded(
-                f"client {client.name} has {of_client} tokens, all clients {len(self._tokens)}: close connections",
-                found=of_client,
-                wanted=f"at most {MAX_TOKENS_OF_A_CLIENT}, and {MAX_TOKENS} of all clients",
-            )
+        if of_client >= MAX_TOKENS_OF_A_CLIENT:
+            message = f"client {client.name} has {of_client} tokens: close connections"
+            raise CapacityExceeded(message, found=of_client, wanted=f"fewer than {MAX_TOKENS_OF_A_CLIENT}")
         text = secrets.token_urlsafe(_TOKEN_BYTES)
         token = Token(client.name, identities, _hash(text), end)
         self._tokens[token.hash] = token
@@ -141,9 +159,8 @@ class Access:
             raise self._denied(Unauthenticated(said), "", "PlaneHello", said)
         return client
 
-    def _client_of(self, context: Context, verb: str) -> Client:
+    def _client_of(self, context: Context, verb: str, peer: str) -> Client:
         """Who makes the call: its token decides if it has one, else its certificate. Raises Unauthenticated."""
-        peer = context.peer()
         token = _bearer(context)
         if token is not None:
             client, found = self._client_of_token(token, peer, context), "the call's token"
@@ -163,7 +180,7 @@ class Access:
         hashed = _hash(token)
         _TOKEN.set(hashed)
         issued = self._tokens.get(hashed)
-        if issued is not None and hmac.compare_digest(issued.hash, hashed):
+        if issued is not None:
             return self.policy.named(issued.client) if _is_unix(peer) else None
         if not (_is_near(peer) or _is_private(context)):
             return None
@@ -173,14 +190,13 @@ class Access:
 
     def admit(self, verb: str, context: Context) -> None:
         """Makes the call its client's. Raises Unauthenticated or NotAllowed."""
-        client = self._client_of(context, verb)
+        peer = context.peer()
+        client = self._client_of(context, verb, peer)
         CALLER.set(Caller(client.name, client))
-        try:
+        with self._telling(client.name, verb, peer):
             client.check_verb(verb)
             if verb in _FORWARDS:
                 client.check_plane("stream")
-        except NotAllowed as error:
-            raise self._denied(error, client.name, verb, context.peer()) from None
 
     def admit_owner(self, session: Session, verb: str) -> None:
         """The same for a call on a plane: it is made by the client whose session it is."""
@@ -188,22 +204,22 @@ class Access:
         if client is None:
             raise self._denied(Unauthenticated("this session"), session.terms.owner, verb, "ring")
         CALLER.set(Caller(client.name, client))
-        self._checking(verb, "ring", client.check_verb, verb)
+        with self._telling(client.name, verb, "ring"):
+            client.check_verb(verb)
 
     def check_peer(self, identities: frozenset[Identity], session_id: SessionId, plane: str, said: str) -> None:
         """Whether a process of this machine, called `said`, may use the plane for the session. Raises SlotcarError."""
         client = self.client_of_peer(identities, said)
         session = self._cache.sessions.get(session_id)
-        try:
+        with self._telling(client.name, "PlaneHello", said):
             self._check_owner(session, client)
             client.check_verb("Forward")
             client.check_plane(plane)
-        except NotAllowed as error:
-            raise self._denied(error, client.name, "PlaneHello", said) from None
 
     def check(self, request: Message, verb: str, peer: str) -> None:
         """Whether the caller may name what the request names. Raises NotAllowed or CapacityExceeded."""
-        self._checking(verb, peer, self._check, request)
+        with self._telling(CALLER.get().name, verb, peer):
+            self._check(request)
 
     def _check(self, request: Message) -> None:
         caller = CALLER.get()
@@ -234,12 +250,13 @@ class Access:
                 message = f"client {client.name} would have {found} {what}, the policy allows {most}"
                 raise CapacityExceeded(message, client=client.name, found=found, wanted=most)
 
-    def _checking(self, verb: str, peer: str, check: Callable[..., None], *arguments: Any) -> None:
-        """Tells of the refusal that `check` raises."""
+    @contextmanager
+    def _telling(self, client: str, verb: str, peer: str) -> Iterator[None]:
+        """Tells of the refusal that the body raises."""
         try:
-            check(*arguments)
+            yield
         except NotAllowed as error:
-            raise self._denied(error, CALLER.get().name, verb, peer) from None
+            raise self._denied(error, client, verb, peer) from None
 
     def _denied(self, error: SlotcarError, client: str, verb: str, peer: str) -> SlotcarError:
         facts = {"client": client, "method": verb, "peer": peer, "reason": error.reason.value}
@@ -250,20 +267,21 @@ class Access:
     # Calls that last
 
     @contextmanager
-    def lasting(self) -> Iterator[None]:
+    def lasting(self) -> Iterator[Stream]:
         """Raises NotAllowed in the body, wherever it waits, when the caller loses a right or its token."""
         name = CALLER.get().name
         task = asyncio.current_task()
         assert task is not None
-        stream = _Stream(task, _TOKEN.get())
+        stream = Stream(name, task, _TOKEN.get())
         self._streams[name].add(stream)
         try:
-            yield
+            yield stream
+            stream.check()
         except asyncio.CancelledError:
             if not stream.is_revoked:
                 raise
             task.uncancel()
-            raise NotAllowed(name, "go on, as it changed, or the token has ended") from None
+            stream.check()
         finally:
             streams = self._streams.get(name)
             if streams is not None:

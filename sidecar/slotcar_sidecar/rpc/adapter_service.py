@@ -69,22 +69,24 @@ class AdapterService(adapter_service_pb2_grpc.AdapterServiceServicer):
             hold=convert.to_hold(request.hold, "hold.") if request.HasField("hold") else None,
             **convert.to_target("target_tier", request.target_tier),
         )
-        self._check_known(call)
         with _naming_source(request.source):
-            loaded = await self._cache.load(call)
+            loaded = await self._cache.load(self._of_known(call))
         hold_tier = convert.from_hold_tier(loaded.hold) if loaded.hold else adapter_pb2.TIER_UNSPECIFIED
         return pb.LoadAdapterResponse(**self._loaded(loaded), hold_tier=hold_tier)
 
-    def _check_known(self, call: LoadCall) -> None:
-        """Layouts show every digest: one that the caller knows no name of is not to be had by it.
+    def _of_known(self, call: LoadCall) -> LoadCall:
+        """Layouts show every digest: one that the caller knows no name of is not to be had by it, but from its source.
 
         Raises AdapterNotFound.
         """
         caller, digest = CALLER.get(), call.ref.digest
-        if call.source is not None or digest is None or not caller.is_limited:
-            return
-        if not any(map(caller.sees, self._cache.residency.names.known_as(digest))):
+        if digest is None or not caller.is_limited:
+            return call
+        if any(map(caller.sees, self._cache.residency.names.known_as(digest))):
+            return call
+        if call.source is None:
             raise AdapterNotFound(call.ref)
+        return dataclasses.replace(call, must_read=True)
 
     async def LoadAdapterStream(
         self, request_iterator: AsyncIterator[pb.LoadAdapterStreamRequest], context: Context
@@ -196,7 +198,7 @@ class AdapterService(adapter_service_pb2_grpc.AdapterServiceServicer):
             page = self._desired_pager.first(entries, (desired.file, self._cache.layout), request.page_size)
         file, layout = cast(tuple[FileStatus | None, Layout], page.extra)
         return pb.ListDesiredResponse(
-            file=convert_desired.from_file(file) if file else None,
+            file=convert_desired.from_file(visible.declaring_file(file)) if file else None,
             adapters=map(convert_desired.from_entry, page.items),
             next_page_token=page.next_token,
             layout=convert.from_version(layout),

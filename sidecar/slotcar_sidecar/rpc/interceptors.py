@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager, aclosing, nullcontext
+from functools import partial
 from typing import Any
 
 import grpc
@@ -12,10 +13,13 @@ from google.protobuf.message import DecodeError, Message
 from grpc import aio
 
 from slotcar_sidecar.core.errors import CapacityExceeded, InternalError, RequestInvalid, SlotcarError
-from slotcar_sidecar.rpc.access import Access
+from slotcar_sidecar.rpc.access import Access, Stream
+from slotcar_sidecar.rpc.handlers import around
 from slotcar_sidecar.rpc.status import CODES, DETAILS_KEY, to_status
 
 _log = logging.getLogger("slotcar.rpc")
+
+_NOTHING = nullcontext()
 
 Count = Callable[[str, str], None]
 """Called with the method's name and how the call ended: "OK" or a row of the error table."""
@@ -42,15 +46,8 @@ class ErrorInterceptor(aio.ServerInterceptor):
         if handler is None or not method.startswith("/slotcar."):
             return handler  # type: ignore[no-any-return]
         name = method.rpartition("/")[2]
-        if handler.response_streaming:
-            make = grpc.stream_stream_rpc_method_handler if handler.request_streaming else None
-            make = make or grpc.unary_stream_rpc_method_handler
-            wrapped = self._streaming(name, handler.stream_stream or handler.unary_stream)
-        else:
-            make = grpc.stream_unary_rpc_method_handler if handler.request_streaming else None
-            make = make or grpc.unary_unary_rpc_method_handler
-            wrapped = self._unary(name, handler.stream_unary or handler.unary_unary)
-        return make(wrapped, self._reader(handler.request_deserializer), handler.response_serializer)
+        unary, streaming = partial(self._unary, name), partial(self._streaming, name)
+        return around(handler, unary, streaming, self._reader)  # type: ignore[no-any-return]
 
     def _reader(self, deserialize: Callable[[bytes], Message]) -> Callable[[bytes], Message | SlotcarError]:
         """Reads a request, or gives the refusal of its bytes: gRPC has no better place for it."""
@@ -92,10 +89,11 @@ class ErrorInterceptor(aio.ServerInterceptor):
         async def call(request: Any, context: aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
             try:
                 admitted = self._admitted(name, request, context)
-                with self._lasting():
+                with self._lasting() as stream:
                     async with aclosing(handler(admitted, context)) as responses:
                         async for response in responses:
-                            yield response
+                            with stream.sending() if stream else _NOTHING:
+                                yield response
             except Exception as error:
                 self._refuse(name, error, context)
             else:
@@ -111,10 +109,10 @@ class ErrorInterceptor(aio.ServerInterceptor):
         access.admit(name, context)
         return access.checked(readable(request), name, context.peer())
 
-    def _lasting(self, request: Any = None) -> AbstractContextManager[None]:
+    def _lasting(self, request: Any = None) -> AbstractContextManager[Stream | None]:
         """What ends a stream whose caller loses a right; a call with one request and one answer is let go on."""
         if self._access is None or isinstance(request, Message):
-            return nullcontext()
+            return _NOTHING
         return self._access.lasting()
 
     def _refuse(self, name: str, error: Exception, context: aio.ServicerContext[Any, Any]) -> None:

@@ -1,6 +1,6 @@
 """Says which RPC runs, for whatever is written about it; keeps its span, and tells of its end at debug level.
 
-Invariant: a Forward of a stream passes by untouched, and a unary one has no line.
+Invariant: a Forward has no line; one that has no span either, as those of a stream, passes by untouched.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any, Protocol
 
 import grpc
@@ -17,6 +18,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 
 from slotcar_sidecar.core.call import CALL, Call
+from slotcar_sidecar.rpc.handlers import around
 from slotcar_sidecar.rpc.status import DETAILS_KEY
 
 _log = logging.getLogger("slotcar.rpc")
@@ -58,17 +60,12 @@ class CallInterceptor(aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         handler: Any = await continuation(handler_call_details)
         method = handler_call_details.method.removeprefix("/")
-        if handler is None or not method.startswith("slotcar.") or method.rpartition("/")[2] in _UNTOUCHED:
+        name = method.rpartition("/")[2]
+        # Without a span and a line there is nothing to be told of.
+        untouched = _UNTOUCHED if self._begin_span is not None else _UNTOUCHED | _NO_LINE
+        if handler is None or not method.startswith("slotcar.") or name in untouched:
             return handler  # type: ignore[no-any-return]
-        if handler.response_streaming:
-            make = grpc.stream_stream_rpc_method_handler if handler.request_streaming else None
-            make = make or grpc.unary_stream_rpc_method_handler
-            wrapped = self._streaming(method, handler.stream_stream or handler.unary_stream)
-        else:
-            make = grpc.stream_unary_rpc_method_handler if handler.request_streaming else None
-            make = make or grpc.unary_unary_rpc_method_handler
-            wrapped = self._unary(method, handler.stream_unary or handler.unary_unary)
-        return make(wrapped, handler.request_deserializer, handler.response_serializer)
+        return around(handler, partial(self._unary, method), partial(self._streaming, name))  # type: ignore[no-any-return]
 
     def _unary(self, method: str, handler: Callable[[Any, Any], Awaitable[Any]]) -> Any:
         name = method.rpartition("/")[2]
@@ -90,9 +87,8 @@ class CallInterceptor(aio.ServerInterceptor):
 
         return call
 
-    def _streaming(self, method: str, handler: Callable[[Any, Any], Any]) -> Any:
+    def _streaming(self, name: str, handler: Callable[[Any, Any], Any]) -> Any:
         """A stream lives as long as its session, or its reader: that is no span."""
-        name = method.rpartition("/")[2]
 
         async def call(request: Any, context: aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
             end = _begin(name, context, None)

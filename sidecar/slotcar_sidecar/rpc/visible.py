@@ -10,11 +10,15 @@ import dataclasses
 from slotcar_sidecar.core.caller import CALLER
 from slotcar_sidecar.core.calls import Capacity
 from slotcar_sidecar.core.events import Event, EventKind
+from slotcar_sidecar.core.reconcile import FileStatus
 from slotcar_sidecar.core.session import Session
+
+# Their reasons may have the name that took the slot, or the one that the hold was taken by.
+_NAMING_OTHERS = frozenset({EventKind.EVICTED, EventKind.HOLD_RELEASED})
 
 
 def event(event: Event) -> Event | None:
-    """The event, without the name of who took the slot; None for one that is hidden."""
+    """The event, without a reason that names others; None for one that is hidden."""
     caller = CALLER.get()
     if not caller.is_limited:
         return event
@@ -22,7 +26,14 @@ def event(event: Event) -> Event | None:
         return event if event.digest is not None else None
     if not caller.sees(event.name):
         return None
-    return dataclasses.replace(event, reason="") if event.kind is EventKind.EVICTED else event
+    return dataclasses.replace(event, reason="") if event.kind in _NAMING_OTHERS else event
+
+
+def declaring_file(file: FileStatus) -> FileStatus:
+    """The file, without what is wrong in it: that has the text of any entry."""
+    if file.cause is None or not CALLER.get().is_limited:
+        return file
+    return dataclasses.replace(file, cause=dataclasses.replace(file.cause, message=""))
 
 
 def session(session: Session) -> bool:

@@ -75,7 +75,7 @@ def _identities(files: Iterable[Path]) -> dict[Path, tuple[int, int] | None]:
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):
         status = folder.stat()
         return status.st_dev, status.st_ino
     return None

@@ -17,7 +17,7 @@ from slotcar.v1 import engine_service_pb2 as engines
 from slotcar_sidecar.core.access import GROUPS
 from slotcar_sidecar.rpc.server import MAX_METADATA_BYTES
 
-from tests.unit.access.guarded import RPCS, Guarded, empty, entry, guarded
+from tests.unit.access.guarded import RPCS, Guarded, empty, entry, guarded, refusal
 
 ENTRIES = [
     *(entry(group, verbs=f"[{group}]") for group in GROUPS),
@@ -113,6 +113,19 @@ async def test_a_digest_is_no_way_around_the_name(server: Guarded) -> None:
     with pytest.raises(aio.AioRpcError) as refused:
         await server.call("SetMapping", request, "ann")
     assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_source_is_no_way_around_the_name(server: Guarded) -> None:
+    """Bytes that are near would be had by a digest and any word for a source. To see it fail: read what is near."""
+    theirs = (await server.call("GetAdapter", adapters.GetAdapterRequest(ref="b/y"), "bob")).adapter.digest
+    stolen = adapters.LoadAdapterRequest(ref=f"a/stolen@{theirs}", source="a/x")
+    with pytest.raises(aio.AioRpcError) as refused:
+        await server.call("LoadAdapter", stolen, "ann")
+    assert refusal(refused.value).reason == "DIGEST_MISMATCH"
+    assert "a/stolen" not in map(str, server.world.cache.residency.names)
+    stolen.source = "b/y"
+    read = await server.call("LoadAdapter", stolen, "ann")
+    assert read.adapter.digest == theirs, "who can read the bytes has them"
 
 
 async def test_who_may_not_name_an_adapter_does_not_see_it(server: Guarded) -> None:

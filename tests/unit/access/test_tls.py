@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from slotcar.v1 import adapter_service_pb2 as adapters
 from slotcar_client import Credentials
 from slotcar_client import aio as clients
 from slotcar_client.errors import Unauthenticated, Unavailable
-from slotcar_sidecar.core.errors import RequestInvalid
+from slotcar_sidecar.core.errors import RequestInvalid, SourceUnavailable
 from slotcar_sidecar.process.tls import Certificates
 
 from tests.unit.access.guarded import Guarded, entry, guarded
@@ -191,6 +192,23 @@ async def test_a_client_that_gets_a_new_certificate_shows_it(server: Server, mon
         assert (await client.capacity()).slots
 
 
+async def test_a_client_goes_on_while_its_new_certificate_cannot_be_read(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To see it fail: note what is to be read before it is read."""
+    monkeypatch.setattr("slotcar_client.credentials._LOOK_SECONDS", 0.0)
+    certificate = server.folder / "client.crt"
+    async with server.client(server.authority.issue_cert("other.example")) as client:
+        certificate.unlink()
+        certificate.mkdir()
+        for _ in range(2):
+            with pytest.raises(Unauthenticated, match=r"other\.example"):
+                await client.capacity()
+        certificate.rmdir()
+        server.credentials(server.authority.issue_cert("engine.example"))
+        assert (await client.capacity()).slots
+
+
 @pytest.mark.parametrize("broken", ["tls.crt", "tls.key", "ca.crt"])
 async def test_a_bad_pair_leaves_the_one_before(server: Server, broken: str) -> None:
     """Half a write, or a key of another certificate, takes nobody's connection."""
@@ -200,6 +218,43 @@ async def test_a_bad_pair_leaves_the_one_before(server: Server, broken: str) -> 
     server.authority.cert_pem.write_to_path(str(server.folder / "ca.crt"))
     async with server.client(server.authority.issue_cert("engine.example")) as client:
         assert (await client.capacity()).slots
+
+
+async def test_a_bundle_that_is_cut_off_leaves_the_one_before(server: Server) -> None:
+    """Clients of the second authority would be cut off with it. To see it fail: take what is whole."""
+    bundle = server.authority.cert_pem.bytes() + trustme.CA().cert_pem.bytes()
+    (server.folder / "ca.crt").write_bytes(bundle)
+    server.certificates.read()
+    (server.folder / "ca.crt").write_bytes(bundle[:-100])
+    with pytest.raises(RequestInvalid, match="cut off"):
+        server.certificates.read()
+
+
+async def test_a_pipe_is_no_file_to_wait_for(server: Server) -> None:
+    (server.folder / "ca.crt").unlink()
+    os.mkfifo(server.folder / "ca.crt")
+    with pytest.raises(SourceUnavailable, match="no regular file"):
+        server.certificates.read()
+
+
+async def test_a_pair_that_is_not_valid_yet_does_not_take_the_place_of_a_good_one(server: Server) -> None:
+    leaf = server.authority.issue_cert("localhost", not_before=datetime.datetime(2100, 1, 1, tzinfo=datetime.UTC))
+    (server.folder / "tls.crt").write_bytes(pem(leaf))
+    (server.folder / "tls.key").write_bytes(leaf.private_key_pem.bytes())
+    with pytest.raises(RequestInvalid, match="not valid before 2100"):
+        server.certificates.read()
+
+
+UNKNOWN_KEY = b"""-----BEGIN PRIVATE KEY-----
+MA8CAQAwBQYDKgMEBANhYmM=
+-----END PRIVATE KEY-----
+"""
+
+
+async def test_a_key_of_an_unknown_kind_is_refused(server: Server) -> None:
+    (server.folder / "tls.key").write_bytes(UNKNOWN_KEY)
+    with pytest.raises(RequestInvalid, match=r"tls\.key is 'no key'"):
+        server.certificates.read()
 
 
 async def test_a_key_of_another_certificate_is_refused(server: Server) -> None:
@@ -221,6 +276,7 @@ async def test_the_end_of_their_lives_is_told(server: Server) -> None:
     server.certificates.read()
     assert server.expires["server"] == end.timestamp()
     assert server.expires["client_ca"] > NOW
+    assert server.certificates.ends() == server.expires
 
 
 async def test_a_bearer_token_counts_over_tls_too(server: Server) -> None:

@@ -10,7 +10,7 @@ from slotcar_sidecar.core.access import GROUPS, PLANES, VERBS, Client, Identity,
 from slotcar_sidecar.core.errors import NotAllowed, RequestInvalid
 
 IDENTITIES = st.builds(Identity, st.sampled_from(Proof), st.sampled_from("0123456789"))
-PATTERNS = st.frozensets(st.sampled_from(["*", "a*", "a/*", "a/b", "b/*", "b/c", "c"]), max_size=3)
+PATTERNS = st.frozensets(st.sampled_from(["*", "a", "a*", "a/*", "a/b", "b/*", "b/c", "c"]), max_size=3)
 NAMES = st.sampled_from(["a", "a/b", "a/bc", "ab", "b/c", "c", "c/d"])
 
 
@@ -98,6 +98,24 @@ def test_verbs_are_groups_and_rpcs() -> None:
 def test_a_pattern_is_a_name_or_the_beginning_of_names() -> None:
     names = Names(frozenset({"a/*", "b"}))
     assert [name in names for name in ("a/x", "a", "ab", "b", "b/x", "bc")] == [True, False, False, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_within"),
+    [
+        ("a*", "a", False),
+        ("a/*", "a*", True),
+        ("a*", "a*", True),
+        ("a*", "a/*", False),
+        ("a", "a*", True),
+        ("*", "a*", False),
+        ("a*", "*", True),
+        ("*", "*", True),
+    ],
+)
+def test_a_beginning_of_names_is_within_no_whole_name(before: str, after: str, is_within: bool) -> None:
+    """To see it fail: look for the beginning as a name."""
+    assert Names(frozenset({before})).are_within(Names(frozenset({after}))) == is_within
 
 
 @pytest.mark.parametrize("second", [{"name": "x"}, {"identities": frozenset({Identity(Proof.UID, "1")})}])

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from slotcar_sidecar.ops.catalogue import ADAPTER_METRICS, CATALOGUE
 
+from tests.golden import dashboard
 from tests.unit.ops.promql import DASHBOARD, exported, faults, parsed, queries, selectors
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -55,6 +56,11 @@ def test_every_metric_has_a_panel() -> None:
 def test_the_dashboard_is_built_from_its_code() -> None:
     built = runpy.run_path(str(DASHBOARD.with_name("dashboard.py")))["text"]()
     assert DASHBOARD.read_text(encoding="utf-8") == built, "run make golden"
+
+
+def test_the_panels_are_written_down() -> None:
+    page = dashboard.PAGE.read_text(encoding="utf-8")
+    assert page == dashboard.page_with_tables(page), "run make docs"
 
 
 @pytest.mark.parametrize("alert", ALERTS, ids=lambda rule: rule["alert"])

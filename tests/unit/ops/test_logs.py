@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Iterator
 from contextvars import copy_context
 from pathlib import Path
@@ -114,6 +115,39 @@ def test_hostile_text_stays_in_its_field(log_format: str, text: str) -> None:
     if log_format == "json" and len(text) < 1000:
         found = json.loads(line_of("json", text, name=text))
         assert (found["message"], found["name"], found["level"]) == (text, text, "info")
+
+
+@pytest.mark.parametrize("letter", ["x", '"', "\N{ROCKET}", "\x00"])
+def test_a_line_of_json_stays_one_however_much_there_is(letter: str) -> None:
+    """A traceback has its two ends, a list its beginning."""
+    long = letter * 100_000
+    record = logging.LogRecord("slotcar.test", logging.INFO, __file__, 1, long, (), None)
+    record.fields = {"name": long, "many": [long] * 100, "numbers": list(range(100_000)), "path": Path(long)}
+    try:
+        raise ValueError(long + "at the end")
+    except ValueError:
+        record.exc_info = sys.exc_info()
+    text = logs.formatter("json").format(record)
+    line = json.loads(text)
+    assert len(text) <= logs.MOST_LINE_BYTES
+    assert all(line[name].startswith(letter) for name in ("message", "name", "path"))
+    assert line["exception"].startswith("Traceback")
+
+
+def test_of_a_long_traceback_the_two_ends_are_shown() -> None:
+    record = logging.LogRecord("slotcar.test", logging.INFO, __file__, 1, "fault", (), None)
+    try:
+        raise ValueError("x" * 100_000 + " at the end")
+    except ValueError:
+        record.exc_info = sys.exc_info()
+    found = json.loads(logs.formatter("json").format(record))["exception"]
+    assert (found.startswith("Traceback"), found.endswith("x at the end"), len(found) < 20_000) == (True, True, True)
+
+
+def test_of_a_long_list_the_beginning_is_shown() -> None:
+    found = json.loads(line_of("json", "said", many=["a" * 100] * 1000, few=["a", 1, None], deep=[[float("nan")]]))
+    assert (found["few"], found["deep"]) == (["a", 1, None], ["[nan]"])
+    assert (found["many"][:160], found["many"][-1], len(found["many"]) < 200) == (["a" * 100] * 160, "…", True)
 
 
 @given(st.text())

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from pathlib import Path
 
 import pytest
 from slotcar_sidecar.core.access import GROUPS, Identity, Proof
-from slotcar_sidecar.core.errors import RequestInvalid
+from slotcar_sidecar.core.errors import RequestInvalid, SourceUnavailable
 from slotcar_sidecar.process.policy import PolicyFile, parse_policy
 
 SOUND = "name: x, uid: [1], verbs: [read], adapters: ['*']"
@@ -98,6 +99,26 @@ def test_a_large_file_is_not_read_further(tmp_path: Path, size: int, is_sound: b
     else:
         with pytest.raises(RequestInvalid, match="at most 1048576"):
             PolicyFile(file).read()
+
+
+@pytest.mark.parametrize("name", [r"/a\0b", r"/\ud800", "token", r"/a\nb"])
+def test_what_can_be_no_path_is_refused(tmp_path: Path, name: str) -> None:
+    """And nothing is looked at by it afterwards."""
+    file = tmp_path / "policy.yaml"
+    file.write_text(f'{HEAD}  - {{{SOUND}, token_file: "{name}"}}\n', encoding="utf-8")
+    source = PolicyFile(file)
+    with pytest.raises(RequestInvalid, match="an absolute path"):
+        source.read()
+    assert source.files() == (file,)
+
+
+def test_a_pipe_is_no_file_to_wait_for(tmp_path: Path) -> None:
+    file, pipe = tmp_path / "policy.yaml", tmp_path / "pipe"
+    os.mkfifo(pipe)
+    file.write_text(f"{HEAD}  - {{{SOUND}, token_file: {pipe}}}\n", encoding="utf-8")
+    for path in (file, pipe):
+        with pytest.raises(SourceUnavailable, match="no regular file"):
+            PolicyFile(path).read()
 
 
 @pytest.mark.parametrize("token", ["short", ""])

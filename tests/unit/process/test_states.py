@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import time
 
@@ -20,7 +21,7 @@ from slotcar_sidecar.core.session import SessionTerms
 from slotcar_sidecar.ops.page import render
 from slotcar_sidecar.ops.recent import LoadLog
 from slotcar_sidecar.ops.state import Most, State
-from slotcar_sidecar.process.states import Facts, StateTaker
+from slotcar_sidecar.process.states import Facts, FollowedFiles, StateTaker
 from slotcar_sidecar.rpc.health import Phase
 
 from tests.fakes.parts import Bench, make_bench, settle
@@ -109,6 +110,16 @@ async def test_a_name_that_was_refused_is_there_though_nobody_knows_it() -> None
     assert (refused.name, refused.tier, refused.digest) == ("nothing", "none", "")
     assert refused.failure is not None
     assert [notice.what for notice in taker.take().attention] == ["nothing"]
+
+
+async def test_files_that_no_longer_serve_need_a_look() -> None:
+    bench, before = start(1)
+    ends = {"server": bench.clock(), "client_ca": bench.clock() + 1.0}
+    files = FollowedFiles(lambda: ends, lambda: {"policy": "policy.yaml is no YAML"})
+    state = dataclasses.replace(before, files=files).take()
+    assert [notice.what for notice in state.attention] == ["The certificate server", "What the files of the policy say"]
+    assert "policy.yaml is no YAML" in state.attention[1].text
+    assert state.plain()["certificates"] == ends
 
 
 async def test_it_waits_for_its_model() -> None:

@@ -125,6 +125,16 @@ async def test_without_tracing_a_call_is_known_all_the_same_and_a_stream_has_no_
     assert bench.spans == []
 
 
+async def test_a_forward_that_nobody_traces_passes_by_untouched() -> None:
+    bench = Bench()
+    async with bench.served(None) as channel:
+        await channel.unary_unary(path(FORWARD))(b"")
+    async with bench.served(bench.begin) as channel:
+        await channel.unary_unary(path(FORWARD))(b"")
+    assert [(call.method, call.trace) for call in bench.calls] == [("", ""), (FORWARD, TRACE)]
+    assert len(bench.spans) == 1
+
+
 @pytest.mark.parametrize("level", [logging.DEBUG, logging.INFO])
 async def test_at_debug_each_call_but_a_forward_has_a_line(caplog: pytest.LogCaptureFixture, level: int) -> None:
     caplog.set_level(level, "slotcar.rpc")
