@@ -24,6 +24,7 @@ from tests.corpus.build import make, read
 from tests.corpus.models import model_of
 from tests.corpus.variants import REFUSED as REFUSED_VARIANTS
 from tests.corpus.variants import REWRITTEN, SUPPORTED, Variant
+from tests.golden.pages import page_with
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "adapters.md"
 
@@ -66,14 +67,6 @@ def refused_table(messages: dict[str, SlotcarError]) -> str:
 def refused_row(name: str, variant: Variant, error: SlotcarError) -> str:
     beside = ", with `--base-model`" if variant.base else ""
     return f"| {name} | {variant.recipe.model}{beside} | `{error.reason}` | {_cell(error.message)} |"
-
-
-def page_with(text: str, name: str, table: str) -> str:
-    """The page with a fresh table between the two marks of that name."""
-    start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
-    before, _, rest = text.partition(start)
-    _, _, after = rest.partition(end)
-    return f"{before}{start}\n{table}\n{end}{after}"
 
 
 def page_with_declared(text: str) -> str:

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.golden.pages import page_with
+
 _REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = _REPOSITORY / "docs" / "dashboard.md"
 DASHBOARD = _REPOSITORY / "deploy" / "grafana" / "dashboard.py"
-START, END = "<!-- panels -->\n", "<!-- end of panels -->\n"
 
 
 def tables() -> str:
@@ -33,9 +34,7 @@ def _lines(panel: Any) -> Iterator[str]:
 
 def page_with_tables(text: str) -> str:
     """The page with what is generated between its marks."""
-    before, _, rest = text.partition(START)
-    _, _, after = rest.partition(END)
-    return f"{before}{START}\n{tables()}\n{END}{after}"
+    return page_with(text, "panels", tables())
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from slotcar_sidecar.config import ENVIRONMENT_PREFIX, Config, size_text
 
+from tests.golden.pages import page_with
+
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
-START, END = "<!-- flags -->\n", "<!-- end of flags -->\n"
 
 
 def table() -> str:
@@ -25,9 +26,7 @@ def table() -> str:
 
 def page_with_table(text: str) -> str:
     """The page with a fresh table between its two marks."""
-    before, _, rest = text.partition(START)
-    _, _, after = rest.partition(END)
-    return f"{before}{START}\n{table()}\n{END}{after}"
+    return page_with(text, "flags", table())
 
 
 def _shown(item: dataclasses.Field[object]) -> str:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from slotcar_sidecar.ops.catalogue import CATALOGUE, Described
 
+from tests.golden.pages import page_with
+
 _REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = _REPOSITORY / "docs" / "metrics.md"
 NAMES = _REPOSITORY / "tests" / "golden" / "metrics.txt"
-DASHBOARD = _REPOSITORY / "deploy" / "grafana" / "dashboard.py"
 
 
 def table() -> str:
@@ -25,22 +25,9 @@ def _row(one: Described) -> str:
     return f"| `{one.shown_name}` | {one.kind} | {one.unit} | {', '.join(one.labels)} | {one.text} |"
 
 
-def panels() -> str:
-    """The dashboard's rows, each with its panels."""
-    rows: dict[str, list[str]] = {}
-    for panel in runpy.run_path(str(DASHBOARD))["PANELS"]:
-        rows.setdefault(panel.row, []).append(panel.title)
-    return "".join(f"- {row}: {', '.join(titles)}\n" for row, titles in rows.items())
-
-
-def page_with_tables(text: str) -> str:
-    """The page with what is generated between its marks."""
-    for name, made in (("metrics", table()), ("panels", panels())):
-        start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
-        before, _, rest = text.partition(start)
-        _, _, after = rest.partition(end)
-        text = f"{before}{start}\n{made}\n{end}{after}"
-    return text
+def page_with_table(text: str) -> str:
+    """The page with a fresh table between its two marks."""
+    return page_with(text, "metrics", table())
 
 
 def names() -> Iterator[str]:
@@ -57,4 +44,4 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["--names"]:
         sys.stdout.write(names_text())
     else:
-        PAGE.write_text(page_with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+        PAGE.write_text(page_with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

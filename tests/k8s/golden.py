@@ -10,11 +10,11 @@ from slotcar_injector.annotations import ANNOTATIONS, PREFIX
 from slotcar_injector.review import inject
 from slotcar_injector.settings import Settings
 
+from tests.golden.pages import page_with
 from tests.k8s.pods import GOOD, IMAGE, good
 
 FOLDER = Path(__file__).parent / "golden"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "kubernetes.md"
-START, END = "<!-- annotations -->\n", "<!-- end of annotations -->\n"
 
 
 def injected_text(name: str) -> str:
@@ -37,9 +37,7 @@ def table() -> str:
 
 def page_with_table(text: str) -> str:
     """The page with a fresh table between its two marks."""
-    before, _, rest = text.partition(START)
-    _, _, after = rest.partition(END)
-    return f"{before}{START}\n{table()}\n{END}{after}"
+    return page_with(text, "annotations", table())
 
 
 if __name__ == "__main__":

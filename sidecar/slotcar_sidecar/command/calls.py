@@ -16,12 +16,15 @@ from typing import Any
 
 import click
 import slotcar_client
-from slotcar_client import SlotcarError, Unavailable, aio
+from slotcar_client import CallCancelled, ShuttingDown, SlotcarError, Unavailable, aio
 
 from slotcar_sidecar.command import console
 from slotcar_sidecar.command.shown import credentials
 
 Command = Callable[..., Any]
+
+GONE = (Unavailable, ShuttingDown, CallCancelled)
+"""What a call raises while a server ends, and when there is none."""
 
 
 class Seconds(click.FloatRange):

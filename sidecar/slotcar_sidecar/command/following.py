@@ -9,20 +9,17 @@ from dataclasses import dataclass, replace
 
 import click
 from slotcar_client import (
-    CallCancelled,
     Capacity,
     DeadlineExceeded,
     DesiredAdapter,
     Event,
     SessionInfo,
-    ShuttingDown,
     SlotcarError,
     Snapshot,
-    Unavailable,
 )
 from slotcar_client.aio import AsyncClient, AsyncEventStream
 
-from slotcar_sidecar.command.calls import Seconds
+from slotcar_sidecar.command.calls import GONE, Seconds
 
 TIMEOUT_SECONDS = 5.0
 EVENTS = 50
@@ -84,7 +81,7 @@ async def follow(client: AsyncClient, interval_seconds: float, show: Show) -> No
         try:
             async with client.events(EVENTS) as stream:
                 await _follow_stream(client, stream, events, interval_seconds, show)
-        except (Unavailable, ShuttingDown, CallCancelled, DeadlineExceeded) as error:
+        except (*GONE, DeadlineExceeded) as error:
             show(Away(error))
         await asyncio.sleep(interval_seconds)
 

@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 
 import click
-from slotcar_client import CallCancelled, Client, DeadlineExceeded, ShuttingDown, Unavailable
+from slotcar_client import Client, DeadlineExceeded
 from slotcar_client.aio import AsyncClient
 from slotcar_client.verbs import LOG_LEVELS, MOST_DEADLINE_SECONDS
 
 from slotcar_sidecar.command import console
-from slotcar_sidecar.command.calls import Seconds, calls_server, follows_server
+from slotcar_sidecar.command.calls import GONE, Seconds, calls_server, follows_server
 
 _TIMEOUT_SECONDS = 60.0
 _LOOK_SECONDS = 0.1
@@ -46,7 +46,7 @@ async def _wait_for_end(client: AsyncClient, epoch: str, seconds: float) -> None
     """Returns when nobody answers, or a later life does. Raises DeadlineExceeded."""
     try:
         async with asyncio.timeout(seconds):
-            with contextlib.suppress(Unavailable, ShuttingDown, CallCancelled):
+            with contextlib.suppress(*GONE):
                 while True:
                     if (await client.settings()).version.epoch != epoch:
                         return

@@ -47,7 +47,7 @@ def test_what_is_exported_is_the_catalogue() -> None:
 
 def test_the_catalogue_is_written_down() -> None:
     page = golden.PAGE.read_text(encoding="utf-8")
-    assert page == golden.page_with_tables(page), "run make docs"
+    assert page == golden.page_with_table(page), "run make docs"
     assert golden.NAMES.read_text(encoding="utf-8") == golden.names_text(), "run make golden, if it is on purpose"
 
 
