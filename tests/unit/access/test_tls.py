@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import datetime
 import os
+import ssl
+import warnings
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -290,6 +292,28 @@ async def test_a_bearer_token_counts_over_tls_too(server: Server) -> None:
         (server.folder / "token").write_text("the-token-of-nobody", encoding="utf-8")
         with pytest.raises(Unauthenticated):
             await client.capacity()
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1, ssl.TLSVersion.TLSv1_2])
+async def test_a_connection_is_of_tls_1_2_at_least(server: Server, version: ssl.TLSVersion) -> None:
+    """The last one shows that the client may be as old as the others, and its ciphers too."""
+    leaf = server.authority.issue_cert("engine.example")
+    server.credentials(leaf)
+    context = ssl.create_default_context(cafile=server.folder / "ca.crt")
+    context.load_cert_chain(server.folder / "client.crt", server.folder / "client.key")
+    context.set_ciphers("DEFAULT@SECLEVEL=0")
+    context.set_alpn_protocols(["h2"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        context.minimum_version = context.maximum_version = version
+    connecting = asyncio.open_connection("localhost", server.port, ssl=context)
+    if version >= ssl.TLSVersion.TLSv1_2:
+        _, writer = await connecting
+        assert writer.get_extra_info("ssl_object").version() == "TLSv1.2"
+        writer.close()
+    else:
+        with pytest.raises((ssl.SSLError, ConnectionResetError)):
+            await connecting
 
 
 async def test_a_port_with_certificates_speaks_nothing_else(server: Server) -> None:
