@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from slotcar_sidecar.cache import AdapterCache
@@ -28,12 +28,12 @@ from slotcar_sidecar.ops.audit import audit
 from slotcar_sidecar.process.reload import Reloads
 from slotcar_sidecar.process.sockets import StartError
 from slotcar_sidecar.rpc.access import Access
+from slotcar_sidecar.sync.fields import as_mapping, as_text, document, kind
 from slotcar_sidecar.sync.file import MAX_FILE_BYTES, contents
-from slotcar_sidecar.sync.text import Plain, TextError, Twice, parse
+from slotcar_sidecar.sync.text import Plain
 
 __all__ = ["MIN_TOKEN_BYTES", "PolicyFile", "make_access", "parse_policy"]
 
-API_VERSION = "slotcar.dev/v1"
 MIN_TOKEN_BYTES = 16
 _MAX_TOKEN_BYTES = 8 << 10
 _MAX_CLIENTS = 1000
@@ -92,28 +92,21 @@ def _decoded(data: bytes) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise RequestInvalid("text", found=f"byte {data[error.start]:#x}", wanted="UTF-8") from None
+        raise RequestInvalid("the file", found=f"byte {data[error.start]:#x}", wanted="UTF-8") from None
 
 
-def parse_policy(text: str, file: str, token_hash: TokenHash) -> Policy:
-    """The policy that the text of the file called `file` has. Raises RequestInvalid, or what `token_hash` raises."""
-    try:
-        top = parse(text, file)
-    except TextError as error:
-        raise RequestInvalid("text", found=str(error), wanted="YAML without aliases, tags or surprises") from error
-    fields = _mapping("", top, _TOP_KEYS)
-    version = _text("apiVersion", fields.get("apiVersion", ""))
-    if version != API_VERSION:
-        raise RequestInvalid("apiVersion", found=version, wanted=API_VERSION)
+def parse_policy(content: str, file: str, token_hash: TokenHash) -> Policy:
+    """The policy that the content of the file called `file` is. Raises RequestInvalid, or what `token_hash` raises."""
+    fields = document(content, file, _TOP_KEYS)
     entries = fields.get("clients")
     if not isinstance(entries, list) or len(entries) > _MAX_CLIENTS:
-        found = f"{len(entries)} of them" if isinstance(entries, list) else "no list"
+        found = f"{len(entries)} of them" if isinstance(entries, list) else kind(entries)
         raise RequestInvalid("clients", found=found, wanted=f"a list of at most {_MAX_CLIENTS}; [] for nobody")
     clients = []
     for index, entry in enumerate(entries):
         place = f"clients[{index}]"
         try:
-            clients.append(_client(_mapping(place, entry, _KEYS), token_hash))
+            clients.append(_client(as_mapping(place, entry, _KEYS), token_hash))
         except RequestInvalid as error:
             field = str(error.field)
             raise (error if field.startswith(place) else error.at(f"{place}.{field}")) from None
@@ -131,7 +124,7 @@ def _client(fields: Mapping[str, Plain], token_hash: TokenHash) -> Client:
         if plane not in PLANES:
             raise RequestInvalid("planes", found=plane, wanted=" or ".join(PLANES))
     return Client(
-        _matched("name", _text("name", fields.get("name", "")), _NAME, _NAME_WANTED),
+        _matched("name", as_text("name", fields.get("name", "")), _NAME, _NAME_WANTED),
         frozenset(identities),
         expanded(_texts("verbs", fields)),
         Names(frozenset(map(_pattern, _texts("adapters", fields)))),
@@ -165,7 +158,7 @@ def _pattern(text: str) -> str:
 
 
 def _limit(field: str, fields: Mapping[str, Plain]) -> int | None:
-    return _number(field, _text(field, fields[field]), _MAX_ID) if field in fields else None
+    return _number(field, as_text(field, fields[field]), _MAX_ID) if field in fields else None
 
 
 def _number(field: str, text: str, most: int) -> int:
@@ -181,34 +174,14 @@ def _matched(field: str, text: str, pattern: re.Pattern[str], wanted: str) -> st
     return text
 
 
-def _mapping(place: str, value: Plain, known: Sequence[str]) -> Mapping[str, Plain]:
-    """The mapping, in which no key is unknown or twice. Raises RequestInvalid, naming the key and its line."""
-    if not isinstance(value, Twice):
-        raise RequestInvalid(place or "the file", found="no mapping", wanted=f"a mapping with {', '.join(known)}")
-    inside = f"{place}." if place else ""
-    for key in value.twice:
-        raise RequestInvalid(f"{inside}{key}", found=f"two values from line {value.lines[key]} on", wanted="one")
-    for key in value:
-        if key not in known:
-            found = f"a key without meaning in line {value.lines[key]}"
-            raise RequestInvalid(f"{inside}{key}", found=found, wanted=f"one of {', '.join(known)}")
-    return value
-
-
 def _texts(field: str, fields: Mapping[str, Plain]) -> list[str]:
     """A list of texts; one text is a list of it."""
     value = fields.get(field)
     values = [value] if isinstance(value, str) else value
     if not isinstance(values, list) or len(values) > _MAX_LIST:
-        found = "nothing" if values is None else "no list, or a long one"
+        found = f"{len(values)} of them" if isinstance(values, list) else kind(values)
         raise RequestInvalid(field, found=found, wanted=f"a list of at most {_MAX_LIST}; [] for none")
-    return [_text(field, each) for each in values]
-
-
-def _text(field: str, value: Plain) -> str:
-    if not isinstance(value, str):
-        raise RequestInvalid(field, found="a list or a mapping", wanted="a text")
-    return value
+    return [as_text(field, each) for each in values]
 
 
 def make_access(config: Config, cache: AdapterCache, reloads: Reloads) -> Access | None:

@@ -16,11 +16,11 @@ from typing import TypeVar
 from slotcar_sidecar.core.desired import Cause, DesiredSet, Malformed, Want, Wanted
 from slotcar_sidecar.core.errors import RequestInvalid, SlotcarError
 from slotcar_sidecar.core.ids import AdapterName, Digest
-from slotcar_sidecar.sync.text import Plain, TextError, Twice, parse
+from slotcar_sidecar.sync.fields import as_mapping, as_text, document, kind
+from slotcar_sidecar.sync.text import Plain, Twice
 
 T = TypeVar("T")
 
-API_VERSION = "slotcar.dev/v1"
 MAX_ENTRIES = 10_000
 _TOP_KEYS = ("apiVersion", "prune", "default", "adapters")
 _DEFAULT_KEYS = ("state", "tier")
@@ -30,26 +30,19 @@ _STATES = {state.value: state for state in Wanted}
 _TIERS = {"device": "device", "host": "host", "disk": "disk"}
 
 
-def declared(text: str, file: str) -> DesiredSet:
-    """Raises RequestInvalid for a text that declares nothing, as a whole; `wants` of sound entries otherwise.
+def declared(content: str, file: str) -> DesiredSet:
+    """Raises RequestInvalid for a file that declares nothing, as a whole; `wants` of sound entries otherwise.
 
-    `file` is what the text's file is called.
+    `file` is what the file with this content is called.
     """
-    try:
-        top = parse(text, file)
-    except TextError as error:
-        raise RequestInvalid("the file", found=str(error), wanted="YAML without aliases, tags or surprises") from error
-    fields = _mapping("the file", top, _TOP_KEYS)
-    version = _text("apiVersion", fields.get("apiVersion", ""))
-    if version != API_VERSION:
-        raise RequestInvalid("apiVersion", found=version, wanted=API_VERSION)
+    fields = document(content, file, _TOP_KEYS)
     prune = _one_of("prune", fields.get("prune", "false"), _FLAGS)
-    default = _mapping("default", fields.get("default", {}), _DEFAULT_KEYS)
+    default = as_mapping("default", fields.get("default", Twice()), _DEFAULT_KEYS)
     _one_of("default.state", default.get("state", Wanted.PRESENT), _STATES)
     _one_of("default.tier", default.get("tier", "host"), _TIERS)
     entries = fields.get("adapters")
     if not isinstance(entries, list):
-        raise RequestInvalid("adapters", found=_kind(entries), wanted="a list; [] for none")
+        raise RequestInvalid("adapters", found=kind(entries), wanted="a list; [] for none")
     if len(entries) > MAX_ENTRIES:
         raise RequestInvalid("adapters", found=f"{len(entries)} of them", wanted=f"at most {MAX_ENTRIES}")
     return _set(entries, default, prune=prune)
@@ -73,11 +66,11 @@ def _set(entries: Sequence[Plain], default: Mapping[str, Plain], *, prune: bool)
 
 def _want(entry: Plain, default: Mapping[str, Plain]) -> Want:
     """Raises RequestInvalid, naming the field."""
-    fields = _mapping("", entry, _ENTRY_KEYS)
-    name = AdapterName(_text("name", fields.get("name", "")))
+    fields = as_mapping("", entry, _ENTRY_KEYS)
+    name = AdapterName(as_text("name", fields.get("name", "")))
     state = _one_of("state", fields.get("state") or default.get("state", Wanted.PRESENT), _STATES)
-    source = _text("source", fields.get("source", ""))
-    digest = _text("digest", fields.get("digest", ""))
+    source = as_text("source", fields.get("source", ""))
+    digest = as_text("digest", fields.get("digest", ""))
     tier = _one_of("tier", fields.get("tier") or default.get("tier", "host"), _TIERS)
     pinned = Digest(digest) if digest else None
     if state is Wanted.ABSENT:
@@ -92,44 +85,15 @@ def _want(entry: Plain, default: Mapping[str, Plain]) -> Want:
 
 def _name_of(entry: Plain) -> str:
     """The entry's name if it is one, empty otherwise."""
-    name = entry.get("name") if isinstance(entry, dict) and "name" not in _twice(entry) else None
+    name = entry.get("name") if isinstance(entry, Twice) and "name" not in entry.twice else None
     try:
         return str(AdapterName(name)) if isinstance(name, str) else ""
     except RequestInvalid:
         return ""
 
 
-def _mapping(field: str, value: Plain, known: Sequence[str]) -> Mapping[str, Plain]:
-    """The mapping, in which no key is unknown or twice. Raises RequestInvalid, naming the key."""
-    if not isinstance(value, dict):
-        raise RequestInvalid(field, found=_kind(value), wanted=f"a mapping with {', '.join(known)}")
-    inside = f"{field}." if field and field != "the file" else ""
-    for key in _twice(value):
-        raise RequestInvalid(f"{inside}{key}", found="two values", wanted="one")
-    for key in value:
-        if key not in known:
-            raise RequestInvalid(f"{inside}{key}", found="a key without meaning", wanted=f"one of {', '.join(known)}")
-    return value
-
-
-def _twice(value: Mapping[str, Plain]) -> Sequence[str]:
-    return value.twice if isinstance(value, Twice) else ()
-
-
-def _text(field: str, value: Plain) -> str:
-    if not isinstance(value, str):
-        raise RequestInvalid(field, found=_kind(value), wanted="a text")
-    return value
-
-
 def _one_of(field: str, value: Plain, table: Mapping[str, T]) -> T:
-    text = _text(field, value)
-    if text not in table:
-        raise RequestInvalid(field, found=text, wanted=" or ".join(table))
-    return table[text]
-
-
-def _kind(value: Plain | None) -> str:
-    if value is None:
-        return "missing"
-    return "a text" if isinstance(value, str) else "a list" if isinstance(value, list) else "a mapping"
+    chosen = as_text(field, value)
+    if chosen not in table:
+        raise RequestInvalid(field, found=chosen, wanted=" or ".join(table))
+    return table[chosen]
