@@ -86,11 +86,17 @@ class PlaneStub:
             if known is None or known.is_over:
                 plane = "direct" if self._plane == "direct" else "ring"
                 fresh = Connection(self._target, hello(session, plane, rank))
-                if known is not None:
-                    with known.lock:
-                        known.close()
+                self._close_those_that_are_over()
                 known = self._connections[session, rank] = fresh
             return known
+
+    def _close_those_that_are_over(self) -> None:
+        """Or each session that ever was would leave its descriptors in this process."""
+        for key, connection in tuple(self._connections.items()):
+            if connection.is_over:
+                with connection.lock:
+                    connection.close()
+                del self._connections[key]
 
     def _over_ring(self, kind: region.Kind, name: str) -> Callable[..., Any]:
         unary = getattr(self._stub, name)

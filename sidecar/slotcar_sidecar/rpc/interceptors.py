@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from grpc import aio
 from slotcar_sidecar.core.errors import CapacityExceeded, InternalError, RequestInvalid, SlotcarError
 from slotcar_sidecar.rpc.access import Access, Stream
 from slotcar_sidecar.rpc.handlers import around
+from slotcar_sidecar.rpc.messages import Messages
 from slotcar_sidecar.rpc.status import CODES, DETAILS_KEY, to_status
 
 _log = logging.getLogger("slotcar.rpc")
@@ -46,7 +47,8 @@ class ErrorInterceptor(aio.ServerInterceptor):
         if handler is None or not method.startswith("/slotcar."):
             return handler  # type: ignore[no-any-return]
         name = method.rpartition("/")[2]
-        unary, streaming = partial(self._unary, name), partial(self._streaming, name)
+        unary = partial(self._uploading if handler.request_streaming else self._unary, name)
+        streaming = partial(self._streaming, name, reads_many=handler.request_streaming)
         return around(handler, unary, streaming, self._reader)  # type: ignore[no-any-return]
 
     def _reader(self, deserialize: Callable[[bytes], Message]) -> Callable[[bytes], Message | SlotcarError]:
@@ -85,19 +87,32 @@ class ErrorInterceptor(aio.ServerInterceptor):
 
         return call
 
-    def _streaming(self, name: str, handler: Callable[[Any, Any], Any]) -> Any:
-        async def call(request: Any, context: aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+    def _uploading(self, name: str, handler: Callable[[Any, Any], Awaitable[Any]]) -> Any:
+        answer = self._unary(name, handler)
+
+        async def call(_requests: Any, context: aio.ServicerContext[Any, Any]) -> Any:
+            messages = Messages(context)
+            return await messages.run(answer(messages.each(), context))
+
+        return call
+
+    def _streaming(self, name: str, handler: Callable[[Any, Any], Any], *, reads_many: bool) -> Any:
+        async def send(request: Any, context: aio.ServicerContext[Any, Any], messages: Messages) -> None:
             try:
                 admitted = self._admitted(name, request, context)
                 with self._lasting() as stream:
                     async with aclosing(handler(admitted, context)) as responses:
                         async for response in responses:
                             with stream.sending() if stream else _NOTHING:
-                                yield response
+                                await messages.write(response)
             except Exception as error:
                 self._refuse(name, error, context)
             else:
                 self._count(name, "OK")
+
+        async def call(request: Any, context: aio.ServicerContext[Any, Any]) -> None:
+            messages = Messages(context)
+            await messages.run(send(messages.each() if reads_many else request, context, messages))
 
         return call
 

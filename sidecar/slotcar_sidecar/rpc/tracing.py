@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -87,15 +86,13 @@ class CallInterceptor(aio.ServerInterceptor):
 
         return call
 
-    def _streaming(self, name: str, handler: Callable[[Any, Any], Any]) -> Any:
+    def _streaming(self, name: str, handler: Callable[[Any, Any], Awaitable[None]]) -> Any:
         """A stream lives as long as its session, or its reader: that is no span."""
 
-        async def call(request: Any, context: aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        async def call(request: Any, context: aio.ServicerContext[Any, Any]) -> None:
             end = _begin(name, context, None)
             try:
-                async with aclosing(handler(request, context)) as responses:
-                    async for response in responses:
-                        yield response
+                await handler(request, context)
             except BaseException:
                 end("CANCELLED")
                 raise
