@@ -46,8 +46,8 @@ export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints/dev.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # Each xdist worker owns one core; two OpenMP threads on a busy core make kernels many times slower.
-test test-full test-ops gameday test-kernels test-vllm soak: export OMP_NUM_THREADS := 1
-test test-full test-ops gameday test-vllm soak: export OMP_WAIT_POLICY := PASSIVE
+test test-full test-ops gameday test-kernels test-vllm soak scale-out: export OMP_NUM_THREADS := 1
+test test-full test-ops gameday test-vllm soak scale-out: export OMP_WAIT_POLICY := PASSIVE
 test test-full test-vllm demo: export TOKENIZERS_PARALLELISM := false
 # No test and no demo may fetch a model from anywhere.
 test test-full test-vllm bench-vllm demo: export HF_HUB_OFFLINE := 1
@@ -56,7 +56,7 @@ test-vllm bench-vllm: export VLLM_NO_USAGE_STATS := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-full test-ops gameday test-kernels triton-table test-vllm test-k8s golden-k8s image test-image soak lint format proto docs golden bench bench-full bench-vllm native train-adapters lock apt apt-full apt-image build clean
+.PHONY: help install demo test test-full test-ops gameday test-kernels triton-table test-vllm test-k8s golden-k8s image test-image soak scale-out lint format proto docs golden bench bench-full bench-vllm native train-adapters lock apt apt-full apt-image build clean
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' Makefile | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | \
@@ -134,7 +134,7 @@ $(WHEELS): pyproject.toml constraints/dev.txt constraints/image.txt | $(INSTALLE
 
 test-image: export SLOTCAR_IMAGE := $(IMAGE)
 test-image: export SLOTCAR_INJECTOR_IMAGE := $(INJECTOR_IMAGE)
-test-image: $(INSTALLED) ## Run the images that `make image` built, locked up, with engines outside them, two minutes on two cores
+test-image: $(INSTALLED) ## Run the images that `make image` built, locked up, with engines outside them and in pods, four minutes on two cores
 	$(BIN)/pytest -m image tests/image $(PYTEST_FLAGS)
 
 test-k8s: $(K8S_INSTALLED) ## Run the tests of the Kubernetes injector, in an environment of its own, two minutes on two cores
@@ -145,11 +145,14 @@ $(K8S_INSTALLED): pyproject.toml constraints/k8s.txt tests/k8s/environment.py
 	$(PYTHON) tests/k8s/environment.py .venv-k8s $(PIP_FLAGS)
 	@touch $@
 
-golden-k8s: $(K8S_INSTALLED) ## Accept a change of injected pods into tests/k8s/golden, and of the table in docs/kubernetes.md
+golden-k8s: $(K8S_INSTALLED) ## Accept a change of injected pods and manifests into tests/k8s/golden, of the chart's copies, and of the table in docs/kubernetes.md
 	$(K8S) -m tests.k8s.golden
 
 soak: $(INSTALLED) ## Kill clients and servers for MINUTES (10) and recompute every row offline
 	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(SOAK_FLAGS)
+
+scale-out: $(INSTALLED) ## Run a pool of sidecars behind Envoy, kill one, print what engines saw, and rewrite its page, some minutes
+	$(BIN)/python -m tests.scaleout --write docs/measurements
 
 lint: $(INSTALLED) ## Check style, types, the API and that docs/api.md is fresh
 	$(BIN)/ruff check .
@@ -217,11 +220,12 @@ apt-full: apt ## And those that the long suites need (a compiler and an emulator
 		$(SUDO) env DEBIAN_FRONTEND=noninteractive \
 			apt-get install -q -y --no-install-recommends g++-aarch64-linux-gnu qemu-user; }
 
-apt-image: ## And those that build and run images (buildah, podman, runc, debootstrap)
-	@{ command -v buildah && command -v podman && command -v runc && command -v debootstrap; } >/dev/null || { \
+apt-image: ## And those that build and run images and pods (buildah, podman, runc, catatonit, debootstrap)
+	@{ command -v buildah && command -v podman && command -v runc && command -v catatonit && command -v debootstrap; } \
+		>/dev/null || { \
 		$(SUDO) apt-get update -q && \
 		$(SUDO) env DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 \
-			apt-get install -q -y --no-install-recommends buildah podman runc debootstrap; }
+			apt-get install -q -y --no-install-recommends buildah podman runc catatonit debootstrap; }
 
 build: $(INSTALLED) ## Build the wheel into dist/
 	$(BIN)/pip wheel --no-deps --wheel-dir dist .

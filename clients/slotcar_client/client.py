@@ -42,20 +42,22 @@ def connect(
     *,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     credentials: Credentials | None = None,
+    affinity: str = "",
 ) -> Client:
     """A client of the sidecar at `target`: unix:///path, tcp://host:port or host:port; by default $SLOTCAR_TARGET.
 
     timeout_seconds: the deadline of each call. credentials: by default the files that $SLOTCAR_TLS_CA,
-    $SLOTCAR_TLS_CERT, $SLOTCAR_TLS_KEY and $SLOTCAR_TOKEN_FILE name; at a unix socket none are needed. Nothing is sent
-    before the first call. Raises RequestInvalid.
+    $SLOTCAR_TLS_CERT, $SLOTCAR_TLS_KEY and $SLOTCAR_TOKEN_FILE name; at a unix socket none are needed. affinity: before
+    a pool of sidecars, what its proxy chooses one of them by, such as the name of the adapter that the sessions of this
+    client use. Nothing is sent before the first call. Raises RequestInvalid.
     """
-    return Client(address(target, credentials), checked_timeout(timeout_seconds))
+    return Client(address(target, credentials, affinity), checked_timeout(timeout_seconds))
 
 
-def address(target: str | None = None, credentials: Credentials | None = None) -> Address:
+def address(target: str | None = None, credentials: Credentials | None = None, affinity: str = "") -> Address:
     """Where the sidecar is and what to show it, by default what the environment says. Raises RequestInvalid."""
     shown = credentials if credentials is not None else Credentials(**default_files())
-    return Address(target if target is not None else default_target(), shown)
+    return Address(target if target is not None else default_target(), shown, affinity)
 
 
 class Client:

@@ -28,6 +28,10 @@ from slotcar_client.errors import RequestInvalid, from_message
 Channel = TypeVar("Channel")
 Metadata = tuple[tuple[str, str], ...]
 
+# What a proxy before several sidecars chooses one of them by: deploy/kustomize/overlays/pool hashes it.
+AFFINITY_KEY = "slotcar-affinity"
+_MAX_AFFINITY = 256
+
 _ASK_SECONDS = 5.0
 _LOOK_SECONDS = 1.0
 
@@ -49,8 +53,11 @@ class Credentials:
 class Address:
     """Where a sidecar is, how to connect to it, and what calls carry. For any thread."""
 
-    def __init__(self, target: str, credentials: Credentials = Credentials()) -> None:
-        """Raises RequestInvalid for what is no target, or a token that it may not get."""
+    def __init__(self, target: str, credentials: Credentials = Credentials(), affinity: str = "") -> None:
+        """Raises RequestInvalid for what is no target, a token that it may not get, or what metadata cannot carry."""
+        if not (affinity.isascii() and affinity.isprintable()) or len(affinity) > _MAX_AFFINITY:
+            raise _invalid("affinity", repr(affinity[:100]), f"at most {_MAX_AFFINITY} printable characters of ASCII")
+        self._affinity: Metadata = ((AFFINITY_KEY, affinity),) if affinity else ()
         self.target = target
         self._grpc_target = grpc_target(target)
         path = unix_path(target)
@@ -96,7 +103,8 @@ class Address:
         """What a call carries; None where nothing is known to be wanted. Raises RequestInvalid."""
         token = self._token_file or self._socket_token
         text = token.text() if token is not None else ""
-        return (("authorization", f"Bearer {text}"),) if text else None
+        shown = (("authorization", f"Bearer {text}"),) if text else ()
+        return (*shown, *self._affinity) or None
 
     @property
     def given_token(self) -> str:

@@ -190,12 +190,17 @@ class SessionState:
         mapping_id = mapping.mapping_id if mapping is not None else self._last_id
         if mapping_id is None or mapping_id not in self._mappings:
             return
-        if self._last_id == mapping_id:
-            self._last_id = None
-        request = engine_service_pb2.ReleaseMappingRequest(session=self.session_id, mapping_id=mapping_id)
-        with contextlib.suppress(SessionNotFound):
-            yield Call(request)
-        del self._mappings[mapping_id]
+        released = self._mappings[mapping_id]
+        self._last_id = None if self._last_id == mapping_id else self._last_id
+
+        def attempt() -> Plan[None]:
+            if self._mappings.get(mapping_id) is released:  # nobody set it again while this call waited
+                with contextlib.suppress(SessionNotFound):
+                    yield Call(engine_service_pb2.ReleaseMappingRequest(session=self.session_id, mapping_id=mapping_id))
+
+        yield from self._recovered(attempt)
+        if self._mappings.get(mapping_id) is released:
+            del self._mappings[mapping_id]
 
     @property
     def is_settled(self) -> bool:
@@ -288,8 +293,6 @@ class SessionState:
 
     def _release_again(self) -> Plan[None]:
         """Tells the server of the releases that did not reach it."""
-        if self._opened is None:
-            return
         for record in self._holds.owed(self.session_id):
             yield from self._end_hold(record.held.hold_id)
             self._holds.forget(record.held)
@@ -380,14 +383,13 @@ class SessionState:
 
     def _settle(self) -> Plan[None]:
         """Brings the server up to date about the holds."""
-        yield from self._hold_again()
-        yield from self._release_again()
+        if self._opened is not None:
+            yield from self._hold_again()
+            yield from self._release_again()
         self._settled = self._opened
 
     def _hold_again(self) -> Plan[None]:
         """Takes the holds of a session that is gone again, by digest. A refusal says which hold it is about."""
-        if self._opened is None:
-            return
         for record in self._holds.lost(self.session_id):
             try:
                 yield from self._hold(record.wish_now(self._clock()))

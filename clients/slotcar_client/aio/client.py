@@ -38,9 +38,10 @@ def connect(
     *,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     credentials: Credentials | None = None,
+    affinity: str = "",
 ) -> AsyncClient:
     """As `slotcar_client.connect`; the client belongs to the running event loop."""
-    return AsyncClient(address(target, credentials), checked_timeout(timeout_seconds))
+    return AsyncClient(address(target, credentials, affinity), checked_timeout(timeout_seconds))
 
 
 class AsyncClient:

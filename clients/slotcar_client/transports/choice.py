@@ -58,6 +58,8 @@ class Choice:
             self.reason = f"{wanted} was asked for"
             if wanted in _FAST:
                 self._use(wanted, opened)
+            else:
+                self.transport.use(opened)
         _log.info("session %.8s uses %s: %s", opened.session, self.transport.name, self.reason or "the fastest")
 
     def close(self) -> None:
@@ -83,6 +85,7 @@ class Choice:
             break
         else:
             self._replace("stream")
+            self.transport.use(opened)
         self.reason = "; ".join(reasons)
 
     def _use(self, name: str, opened: engine_service_pb2.SessionOpened) -> None:

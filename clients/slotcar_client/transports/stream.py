@@ -14,7 +14,15 @@ import grpc
 from slotcar.v1 import engine_service_pb2
 
 from slotcar_client.effects import Call, Forward
-from slotcar_client.errors import DeadlineExceeded, InternalError, Unavailable, from_message, from_rpc_error
+from slotcar_client.errors import (
+    DeadlineExceeded,
+    InternalError,
+    SlotcarError,
+    TransportError,
+    Unavailable,
+    from_message,
+    from_rpc_error,
+)
 from slotcar_client.rpc import Rpc
 from slotcar_client.transports.watchdog import Watchdog
 
@@ -31,10 +39,14 @@ class StreamTransport:
     def __init__(self, rpc: Rpc) -> None:
         self._rpc = rpc
         self._open: _OpenStream | None = None
+        self._session = ""
         self._watchdog = Watchdog(rpc.timeout_seconds)
 
     def use(self, opened: engine_service_pb2.SessionOpened) -> None:
-        """A Forward names its session."""
+        """A new session begins with a new stream: a proxy before a pool leaves an old one at its sidecar."""
+        if self._session not in ("", opened.session):
+            self._end()
+        self._session = opened.session
 
     def send(self, forward: Forward) -> None:
         """A call ends before the next begins."""
@@ -60,7 +72,7 @@ class StreamTransport:
                 stream.cancel()
                 if watch.expired:
                     raise DeadlineExceeded(f"no answer within {self._rpc.timeout_seconds:g} s") from error
-                raise from_rpc_error(error) from error
+                raise _why_broken(from_rpc_error(error)) from error
             except BaseException:
                 stream.cancel()
                 raise
@@ -72,10 +84,20 @@ class StreamTransport:
         raise InternalError("the stream's answer has neither a result nor an error")
 
     def close(self) -> None:
+        self._end()
+        self._watchdog.close()
+
+    def _end(self) -> None:
         if self._open is not None:
             self._open.cancel()
             self._open = None
-        self._watchdog.close()
+
+
+def _why_broken(error: SlotcarError) -> SlotcarError:
+    """A proxy that loses the server resets a stream that has begun: to gRPC that is INTERNAL, which no server said."""
+    if isinstance(error, TransportError) and error.code is grpc.StatusCode.INTERNAL:
+        return Unavailable(error.message)
+    return error
 
 
 class _OpenStream:

@@ -137,7 +137,8 @@ def serve(leave_out: tuple[str, ...], **given: Any) -> None:
 def inject_one(**given: Any) -> None:
     """Read a pod as JSON, write it with slotcar in it, as the webhook would; warnings go to standard error.
 
-    The label is not asked for: `kubectl create --dry-run=client -o json -f pod.yaml | slotcar-injector inject`.
+    The label is not asked for. kubectl makes JSON of YAML without a cluster:
+    `kubectl label --local -f pod.yaml -o json slotcar.dev/inject=true | slotcar-injector inject`.
     """
     import json
 
@@ -155,6 +156,23 @@ def inject_one(**given: Any) -> None:
     for warning in warnings:
         click.echo(f"warning: {warning}", err=True)
     click.echo(json.dumps(injected, indent=2))
+
+
+@main.command(name="probe")
+@click.argument("url")
+@click.option("--authority", required=True, metavar="PEM", help="Certificates to trust, as in the webhook's caBundle.")
+@click.option("--seconds", default=10.0, type=click.FloatRange(min=0.1), help="How long to wait for each step.")
+def ask_webhook(url: str, authority: str, seconds: float) -> None:
+    """Ask the webhook at URL about a labelled pod, as an API server would; nothing is created.
+
+    URL is such as https://slotcar-injector.slotcar-system.svc/inject. Exits with 1 unless it answers.
+    """
+    from slotcar_injector.probe import ProbeFailed, ask
+
+    try:
+        click.echo(ask(url, authority, seconds))
+    except ProbeFailed as error:
+        raise click.ClickException(str(error)) from error
 
 
 @main.command(name="certs")

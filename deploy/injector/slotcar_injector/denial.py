@@ -51,6 +51,10 @@ class Reason(StrEnum):
     INTERNAL = "internal"
 
 
+# Those of Result.FAILED.
+FAILURES = (Reason.BODY_INVALID, Reason.BODY_TOO_LARGE, Reason.DEADLINE, Reason.INTERNAL)
+
+
 class Denied(Exception):
     """The pod may not be created as it is; the message says what is wrong, what was found and what is wanted."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from slotcar_injector.denial import Reason, Result
+from slotcar_injector.denial import FAILURES, Reason, Result
 
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
@@ -45,8 +45,11 @@ class Metrics:
         )
         build = Gauge("slotcar_injector_build_info", "1.", ("version",), registry=self._registry)
         build.labels(version).set(1)
+        # From the start at 0, so that the first one is an increase.
         for result in ("used", "refused"):
             self._reloads.labels(result)
+        for reason in FAILURES:
+            self._admissions.labels(Result.FAILED, reason)
 
     def admitted(self, result: Result, reason: Reason, seconds: float) -> None:
         self._admissions.labels(result, reason).inc()

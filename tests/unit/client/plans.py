@@ -106,6 +106,9 @@ class Face:
         self.generation += 1
         return pb.SetMappingResponse(generation=self.generation, entries=entries, layout=self._layout)
 
+    def _ReleaseMapping(self, request: pb.ReleaseMappingRequest) -> pb.ReleaseMappingResponse:
+        return pb.ReleaseMappingResponse(layout=self._layout)
+
     def _HoldAdapter(self, request: pb.HoldAdapterRequest) -> pb.HoldAdapterResponse:
         return pb.HoldAdapterResponse(digest=self._resolve(request.ref), tier=adapter_pb2.TIER_HOST)
 

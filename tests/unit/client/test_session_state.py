@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from slotcar_client import Mapping, SlotcarError, errors
+from slotcar_client.effects import Wait
 from slotcar_client.session_state import ROWS_MAPPING_ID
 
 from tests.unit.client.fake_engine import A, B
@@ -288,3 +289,24 @@ def test_a_hold_that_was_to_be_replaced_is_not_released_by_a_deadline() -> None:
     with pytest.raises(errors.DeadlineExceeded):
         face.run(face.state.hold("chat", 7, None, False, make_hold))
     assert not face.named("ReleaseHold")
+
+
+def test_a_release_waits_for_a_server_that_is_away() -> None:
+    face = Face(away="wait")
+    mapped(face)
+    face.fail = {"ReleaseMapping": [errors.Unavailable("away")]}
+    face.run(face.state.release_mapping(None))
+    assert face.log == ["ReleaseMapping", "wait", "ReleaseMapping"]
+    assert face.state.mapping is None
+
+
+def test_a_release_that_waited_leaves_a_mapping_that_was_set_meanwhile() -> None:
+    face = Face(away="wait")
+    mapped(face)
+    release = face.state.release_mapping(None)
+    next(release)
+    assert isinstance(release.throw(errors.Unavailable("away")), Wait)
+    other = mapped(face)
+    with pytest.raises(StopIteration):
+        release.send(None)
+    assert face.state.current(other) is other
