@@ -273,6 +273,16 @@ def from_rpc_error(error: grpc.RpcError) -> SlotcarError:
     return _make(info.reason, message, code, dict(info.metadata), retry_after_seconds)
 
 
+def from_stream_error(error: grpc.RpcError) -> SlotcarError:
+    """The exception for a stream that broke.
+
+    A proxy that loses the server resets a stream that has begun: to gRPC that is INTERNAL, which no server said.
+    """
+    found = from_rpc_error(error)
+    is_reset = isinstance(found, TransportError) and found.code is grpc.StatusCode.INTERNAL
+    return Unavailable(found.message) if is_reset else found
+
+
 def from_message(error: error_pb2.Error) -> SlotcarError:
     """The exception for an error that came as a value. Total, also for reasons and codes of a newer server."""
     code = _CODES.get(error.code, grpc.StatusCode.UNKNOWN)

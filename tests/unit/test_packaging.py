@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PACKAGES = {"slotcar", "slotcar_client", "slotcar_kernels", "slotcar_sidecar"}
+PACKAGES = {"slotcar", "slotcar_client", "slotcar_injector", "slotcar_kernels", "slotcar_sidecar"}
 TYPED = {"slotcar/v1", "slotcar_client", "slotcar_kernels", "slotcar_sidecar"}
 
 pytestmark = pytest.mark.full
@@ -25,13 +25,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return zipfile.ZipFile(path)
 
 
-def test_wheel_has_the_four_packages_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+def test_wheel_has_the_packages_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     tops = {name.partition("/")[0] for name in wheel.namelist()}
     assert {top for top in tops if not top.endswith(".dist-info")} == PACKAGES
 
 
 def test_wheel_has_every_committed_module(wheel: zipfile.ZipFile) -> None:
-    roots = [REPOSITORY / root for root in ("proto", "kernels", "sidecar", "clients")]
+    roots = [REPOSITORY / root for root in ("proto", "kernels", "sidecar", "clients", "deploy/injector")]
     wanted = {path.relative_to(root).as_posix() for root in roots for path in root.glob("slotcar*/**/*.py")}
     assert wanted - set(wheel.namelist()) == set()
 

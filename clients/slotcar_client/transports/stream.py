@@ -14,15 +14,7 @@ import grpc
 from slotcar.v1 import engine_service_pb2
 
 from slotcar_client.effects import Call, Forward
-from slotcar_client.errors import (
-    DeadlineExceeded,
-    InternalError,
-    SlotcarError,
-    TransportError,
-    Unavailable,
-    from_message,
-    from_rpc_error,
-)
+from slotcar_client.errors import DeadlineExceeded, InternalError, Unavailable, from_message, from_stream_error
 from slotcar_client.rpc import Rpc
 from slotcar_client.transports.watchdog import Watchdog
 
@@ -72,7 +64,7 @@ class StreamTransport:
                 stream.cancel()
                 if watch.expired:
                     raise DeadlineExceeded(f"no answer within {self._rpc.timeout_seconds:g} s") from error
-                raise _why_broken(from_rpc_error(error)) from error
+                raise from_stream_error(error) from error
             except BaseException:
                 stream.cancel()
                 raise
@@ -91,13 +83,6 @@ class StreamTransport:
         if self._open is not None:
             self._open.cancel()
             self._open = None
-
-
-def _why_broken(error: SlotcarError) -> SlotcarError:
-    """A proxy that loses the server resets a stream that has begun: to gRPC that is INTERNAL, which no server said."""
-    if isinstance(error, TransportError) and error.code is grpc.StatusCode.INTERNAL:
-        return Unavailable(error.message)
-    return error
 
 
 class _OpenStream:

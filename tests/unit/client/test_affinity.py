@@ -120,6 +120,25 @@ class ResetOnce(FakeEngine):
         yield from super().ForwardStream(requests, context)
 
 
+def test_a_session_whose_first_stream_a_proxy_reset_is_opened_again(tmp_path: Path) -> None:
+    with (
+        FakeServer(tmp_path, ResetAtOpening(sql=A)) as server,
+        slotcar_client.connect(server.target, timeout_seconds=20) as client,
+        client.session(transport="stream", away="wait") as session,
+    ):
+        assert session.recoveries == {"UNAVAILABLE": 1}
+
+
+class ResetAtOpening(FakeEngine):
+    """Its first stream of a session ends so before the session is open."""
+
+    def OpenSession(self, request: Any, context: Any) -> Any:
+        if not self.named("Reset"):
+            self.calls.append(("Reset", None))
+            context.abort(grpc.StatusCode.INTERNAL, "the stream was reset")
+        yield from super().OpenSession(request, context)
+
+
 def test_a_release_waits_as_every_call_does(tmp_path: Path) -> None:
     with (
         FakeServer(tmp_path, AwayOnce(sql=A)) as server,
