@@ -129,6 +129,12 @@ def test_a_session_whose_first_stream_a_proxy_reset_is_opened_again(tmp_path: Pa
         assert session.recoveries == {"UNAVAILABLE": 1}
 
 
+async def test_so_it_is_with_asyncio(tmp_path: Path) -> None:
+    with FakeServer(tmp_path, ResetAtOpening(sql=A)) as server:
+        async with aio.connect(server.target, timeout_seconds=20) as client, client.session(away="wait") as session:
+            assert session.recoveries == {"UNAVAILABLE": 1}
+
+
 class ResetAtOpening(FakeEngine):
     """Its first stream of a session ends so before the session is open."""
 
