@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from slotcar_sidecar.core.errors import RequestInvalid
 from slotcar_sidecar.core.model import DTYPES, ModelSpec, Site
 from slotcar_sidecar.store.checkpoint import HEAD, Checkpoint, json_file, refusal
 from slotcar_sidecar.store.optional_sites import Wanted, optional_sites
@@ -43,8 +44,15 @@ def model_spec_of(checkpoint: Checkpoint, wanted: Wanted = _NOTHING_ELSE) -> Mod
 
 
 def model_spec_from_file(path: Path) -> ModelSpec:
-    """The spec in a JSON file, as `ModelSpec.to_dict` gives it. Raises RequestInvalid."""
-    return ModelSpec.from_dict(json_file(path))
+    """The spec in a JSON file, as `ModelSpec.to_dict` gives it. Raises RequestInvalid, naming the file."""
+    try:
+        content = json_file(path)
+    except RequestInvalid as error:
+        raise error.at("model_spec") from None
+    try:
+        return ModelSpec.from_dict(content)
+    except RequestInvalid as error:
+        raise error.at(f"{path}: {error.field}") from None
 
 
 def _is_site(module: str, shape: tuple[int, ...], checkpoint: Checkpoint) -> bool:

@@ -175,5 +175,21 @@ def test_a_spec_file_is_what_to_dict_gives(tmp_path: Path) -> None:
     spec = ModelSpec.of([Site("b", 2, 3), Site("a", 1, 4)], dtype="bfloat16")
     (tmp_path / "spec.json").write_text(json.dumps(spec.to_dict()))
     assert model_spec_from_file(tmp_path / "spec.json") == spec
-    with pytest.raises(RequestInvalid):
-        model_spec_from_file(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "model_spec is '{file}: No such file"),
+        ("{", "model_spec is '{file}: "),
+        ('{"sites": 1}', "{file}: model_spec.sites is "),
+        ('{"sites": [], "colour": 1}', "{file}: model_spec.colour is "),
+    ],
+)
+def test_a_spec_file_that_is_none_is_refused_by_its_name(tmp_path: Path, content: str | None, said: str) -> None:
+    file = tmp_path / "spec.json"
+    if content is not None:
+        file.write_text(content, encoding="utf-8")
+    with pytest.raises(RequestInvalid) as refused:
+        model_spec_from_file(file)
+    assert refused.value.message.startswith(said.format(file=file))
