@@ -16,6 +16,7 @@ from enum import Enum
 
 import grpc
 
+from slotcar_client.effects import Plan, Wait
 from slotcar_client.errors import (
     ClientClosed,
     LayoutStale,
@@ -91,3 +92,17 @@ class Patience:
                 f"the server was away for {waited:.1f} s: {error.message}", waited_seconds=f"{waited:.1f}"
             ) from error
         return min(next(self._delays), self._seconds - waited)
+
+
+def patiently(
+    attempt: Callable[[], Plan[None]], options: SessionOptions, clock: Callable[[], float], seconds: float
+) -> Plan[None]:
+    """`attempt`, repeated while the server is away: where these options wait for it, and for `seconds` at most."""
+    patience = Patience(min(seconds, options.away_seconds), clock)
+    while True:
+        try:
+            return (yield from attempt())
+        except SlotcarError as error:
+            if next_step(error, options) is not Step.WAIT:
+                raise
+            yield Wait(patience.delay(error))

@@ -31,7 +31,7 @@ from slotcar_client.errors import (
 from slotcar_client.holds import Holds, Make
 from slotcar_client.options import SessionOptions
 from slotcar_client.protocol import HoldWish, MappingWish
-from slotcar_client.recovery import MAX_STEPS, Patience, Step, delays, is_away, next_step
+from slotcar_client.recovery import MAX_STEPS, Patience, Step, delays, is_away, next_step, patiently
 from slotcar_client.sites import ModelSites
 from slotcar_client.values import Held, Mapping, ServerInfo
 
@@ -150,9 +150,8 @@ class SessionState:
 
     def _end(self, session: str) -> Plan[None]:
         if self.options.owner:
-            request = engine_service_pb2.CloseSessionRequest(session=session)
             with contextlib.suppress(SlotcarError):
-                yield Call(request, timeout_seconds=END_SECONDS)
+                yield Call(engine_service_pb2.CloseSessionRequest(session=session), timeout_seconds=END_SECONDS)
 
     # Mappings
 
@@ -190,17 +189,18 @@ class SessionState:
         mapping_id = mapping.mapping_id if mapping is not None else self._last_id
         if mapping_id is None or mapping_id not in self._mappings:
             return
+        if self._last_id == mapping_id:
+            self._last_id = None
         released = self._mappings[mapping_id]
-        self._last_id = None if self._last_id == mapping_id else self._last_id
 
         def attempt() -> Plan[None]:
-            if self._mappings.get(mapping_id) is released:  # nobody set it again while this call waited
+            now = self._mappings.get(mapping_id)
+            if now is not None and now.digests is released.digests:  # also if it was set again by digest meanwhile
                 with contextlib.suppress(SessionNotFound):
                     yield Call(engine_service_pb2.ReleaseMappingRequest(session=self.session_id, mapping_id=mapping_id))
+                del self._mappings[mapping_id]
 
-        yield from self._recovered(attempt)
-        if self._mappings.get(mapping_id) is released:
-            del self._mappings[mapping_id]
+        yield from patiently(attempt, self.options, self._clock, END_SECONDS)
 
     @property
     def is_settled(self) -> bool:

@@ -310,3 +310,26 @@ def test_a_release_that_waited_leaves_a_mapping_that_was_set_meanwhile() -> None
     with pytest.raises(StopIteration):
         release.send(None)
     assert face.state.current(other) is other
+
+
+def test_a_release_that_waited_releases_what_was_set_again_by_digest_meanwhile() -> None:
+    """To see it fail: release only what is the very same object."""
+    face = Face(away="wait")
+    mapping = mapped(face)
+    release = face.state.release_mapping(None)
+    next(release)
+    assert isinstance(release.throw(errors.Unavailable("away")), Wait)
+    face.run(face.state._remap(mapping))
+    face.run(release)
+    assert face.log[-1] == "ReleaseMapping"
+    with pytest.raises(errors.MappingReplaced):
+        face.state.current(mapping)
+
+
+def test_a_release_waits_for_a_short_while_only() -> None:
+    face = Face(away="wait")
+    mapping = mapped(face)
+    face.fail = {"ReleaseMapping": [errors.Unavailable("away")] * 100}
+    with pytest.raises(errors.Unavailable, match=r"away for 5\.0 s"):
+        face.run(face.state.release_mapping(None))
+    assert face.state.current(mapping) is mapping
