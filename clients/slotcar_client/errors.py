@@ -257,6 +257,7 @@ _BY_CODE: dict[grpc.StatusCode, type[SlotcarError]] = {
     grpc.StatusCode.CANCELLED: CallCancelled,
     grpc.StatusCode.RESOURCE_EXHAUSTED: CapacityExceeded,
 }
+_RESET = "Received RST_STREAM"
 
 
 def from_rpc_error(error: grpc.RpcError) -> SlotcarError:
@@ -267,20 +268,12 @@ def from_rpc_error(error: grpc.RpcError) -> SlotcarError:
     message = error.details() or code.name
     info, retry_after_seconds = _details(error)
     if info is None:
-        kind = _BY_CODE.get(code, TransportError)
+        # A proxy that loses the server resets what it had begun: to gRPC that is INTERNAL, which no server said.
+        is_reset = code is grpc.StatusCode.INTERNAL and _RESET in message
+        kind = Unavailable if is_reset else _BY_CODE.get(code, TransportError)
         reason = code.name if kind is TransportError else None
         return kind(message, reason=reason, code=code)
     return _make(info.reason, message, code, dict(info.metadata), retry_after_seconds)
-
-
-def from_stream_error(error: grpc.RpcError) -> SlotcarError:
-    """The exception for a stream that broke.
-
-    A proxy that loses the server resets a stream that has begun: to gRPC that is INTERNAL, which no server said.
-    """
-    found = from_rpc_error(error)
-    is_reset = isinstance(found, TransportError) and found.code is grpc.StatusCode.INTERNAL
-    return Unavailable(found.message) if is_reset else found
 
 
 def from_message(error: error_pb2.Error) -> SlotcarError:

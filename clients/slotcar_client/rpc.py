@@ -21,7 +21,7 @@ from slotcar.v1 import (
 
 from slotcar_client.credentials import Address, Metadata
 from slotcar_client.effects import Call, Effect
-from slotcar_client.errors import ClientClosed, RequestInvalid, SlotcarError, Unauthenticated, from_rpc_error
+from slotcar_client.errors import ClientClosed, RequestInvalid, Unauthenticated, from_rpc_error
 from slotcar_client.tracing import trace_metadata
 from slotcar_client.upload import Upload
 
@@ -64,7 +64,7 @@ class Stubs:
 
 
 @contextlib.contextmanager
-def translated(as_error: Callable[[grpc.RpcError], SlotcarError] = from_rpc_error) -> Iterator[None]:
+def translated() -> Iterator[None]:
     """Failures of gRPC become SlotcarErrors."""
     try:
         yield
@@ -72,7 +72,7 @@ def translated(as_error: Callable[[grpc.RpcError], SlotcarError] = from_rpc_erro
         # What gRPC says when another thread closed the channel just now.
         raise ClientClosed("the client is closed") from error
     except grpc.RpcError as error:
-        raise as_error(error) from error
+        raise from_rpc_error(error) from error
 
 
 def call_metadata(address: Address) -> Metadata | None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import grpc
 from slotcar.v1 import engine_service_pb2
 
-from slotcar_client.errors import DeadlineExceeded, SlotcarError, Unavailable, from_stream_error
+from slotcar_client.errors import DeadlineExceeded, SlotcarError, Unavailable, from_rpc_error
 from slotcar_client.rpc import Rpc
 from slotcar_client.stream_state import StreamState
 from slotcar_client.values import Layout
@@ -72,7 +72,7 @@ class SessionStream:
                 self._state.take(message)
                 self._first.set()
         except grpc.RpcError as error:
-            self.error = from_stream_error(error)
+            self.error = from_rpc_error(error)
         except SlotcarError as error:
             self.error = error
             self._call.cancel()

@@ -8,14 +8,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
-import grpc
 from google.protobuf.message import Message
 from grpc import aio
 from slotcar.v1 import adapter_service_pb2
 
 from slotcar_client.credentials import Address
 from slotcar_client.effects import Advance, Call, Effect, Plan
-from slotcar_client.errors import CallCancelled, RequestInvalid, SlotcarError, Unauthenticated, from_rpc_error
+from slotcar_client.errors import CallCancelled, RequestInvalid, Unauthenticated
 from slotcar_client.rpc import OPTIONS, Stubs, call_metadata, translated
 from slotcar_client.upload import Upload
 
@@ -125,9 +124,9 @@ async def performed(plan: Plan[T], perform: Perform, effect: Effect) -> Advance:
 
 
 @contextlib.contextmanager
-def async_translated(as_error: Callable[[grpc.RpcError], SlotcarError] = from_rpc_error) -> Iterator[None]:
+def async_translated() -> Iterator[None]:
     """Failures of gRPC become SlotcarErrors, also that of a call which was cancelled while its task was not."""
-    with translated(as_error):
+    with translated():
         try:
             yield
         except asyncio.CancelledError as error:

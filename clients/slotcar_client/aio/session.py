@@ -30,7 +30,6 @@ from slotcar_client.errors import (
     SessionNotFound,
     SlotcarError,
     Unavailable,
-    from_stream_error,
 )
 from slotcar_client.options import IN_BAND, SessionOptions, one_of
 from slotcar_client.session_state import DEFAULT_MAPPING_ID, SessionState
@@ -288,7 +287,7 @@ class _Stream(StreamState):
         await on_end(self)
 
     async def _receive(self) -> None:
-        with async_translated(from_stream_error):
+        with async_translated():
             message = await self._call.read()
         if message is aio.EOF:
             raise Unavailable("the server ended the session's stream")

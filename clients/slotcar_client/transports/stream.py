@@ -14,7 +14,7 @@ import grpc
 from slotcar.v1 import engine_service_pb2
 
 from slotcar_client.effects import Call, Forward
-from slotcar_client.errors import DeadlineExceeded, InternalError, Unavailable, from_message, from_stream_error
+from slotcar_client.errors import DeadlineExceeded, InternalError, Unavailable, from_message, from_rpc_error
 from slotcar_client.rpc import Rpc
 from slotcar_client.transports.watchdog import Watchdog
 
@@ -64,7 +64,7 @@ class StreamTransport:
                 stream.cancel()
                 if watch.expired:
                     raise DeadlineExceeded(f"no answer within {self._rpc.timeout_seconds:g} s") from error
-                raise from_stream_error(error) from error
+                raise from_rpc_error(error) from error
             except BaseException:
                 stream.cancel()
                 raise

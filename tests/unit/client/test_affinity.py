@@ -105,7 +105,7 @@ def test_a_stream_that_a_proxy_reset_is_one_whose_server_is_away(tmp_path: Path,
     ):
         session.set_mapping([("sql", 3)])
         if away == "fail":
-            with pytest.raises(slotcar_client.Unavailable, match="reset"):
+            with pytest.raises(slotcar_client.Unavailable, match="RST_STREAM"):
                 session.forward({"q": X})
         assert session.forward({"q": X})["q"].equal(X)
 
@@ -116,7 +116,7 @@ class ResetOnce(FakeEngine):
     def ForwardStream(self, requests: Any, context: Any) -> Any:
         if not self.named("ForwardStream"):
             self.calls.append(("ForwardStream", None))
-            context.abort(grpc.StatusCode.INTERNAL, "the stream was reset")
+            context.abort(grpc.StatusCode.INTERNAL, "Received RST_STREAM with error code 2")
         yield from super().ForwardStream(requests, context)
 
 
@@ -141,7 +141,7 @@ class ResetAtOpening(FakeEngine):
     def OpenSession(self, request: Any, context: Any) -> Any:
         if not self.named("Reset"):
             self.calls.append(("Reset", None))
-            context.abort(grpc.StatusCode.INTERNAL, "the stream was reset")
+            context.abort(grpc.StatusCode.INTERNAL, "Received RST_STREAM with error code 2")
         yield from super().OpenSession(request, context)
 
 

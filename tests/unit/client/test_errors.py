@@ -142,3 +142,16 @@ def test_details_that_cannot_be_read_are_no_crash(trailer: bytes) -> None:
 def test_an_error_without_a_status_is_no_crash() -> None:
     assert type(errors.from_rpc_error(grpc.RpcError())) is errors.TransportError
     assert type(errors.from_rpc_error(FailedCall(None, None))) is errors.TransportError  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("Received RST_STREAM with error code 2", errors.Unavailable),
+        ("Exception deserializing response!", errors.TransportError),
+    ],
+)
+def test_what_a_proxy_reset_is_a_server_that_is_away_and_no_other_fault_is(
+    text: str, kind: type[errors.SlotcarError]
+) -> None:
+    assert type(errors.from_rpc_error(FailedCall(grpc.StatusCode.INTERNAL, text))) is kind
