@@ -268,9 +268,10 @@ def from_rpc_error(error: grpc.RpcError) -> SlotcarError:
     message = error.details() or code.name
     info, retry_after_seconds = _details(error)
     if info is None:
-        # A proxy that loses the server resets what it had begun: to gRPC that is INTERNAL, which no server said.
-        is_reset = code is grpc.StatusCode.INTERNAL and _RESET in message
-        kind = Unavailable if is_reset else _BY_CODE.get(code, TransportError)
+        if code is grpc.StatusCode.INTERNAL and _RESET in message:
+            # By a proxy that lost the server: to gRPC that is INTERNAL, which no server said.
+            return Unavailable(message)
+        kind = _BY_CODE.get(code, TransportError)
         reason = code.name if kind is TransportError else None
         return kind(message, reason=reason, code=code)
     return _make(info.reason, message, code, dict(info.metadata), retry_after_seconds)
