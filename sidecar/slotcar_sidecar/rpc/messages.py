@@ -1,8 +1,9 @@
-"""The messages of a call that has many, in a task that is never cancelled while gRPC reads or writes one.
+"""The messages of a call that has many, which a caller who leaves cuts short nowhere inside gRPC.
 
 gRPC cancels the task of a call whose caller leaves, wherever it waits, and grpcio (1.80 to 1.85) frees what a read or a
 write holds only when that ends: some hundred bytes were lost with each stream that is given up, and a page with them.
-Invariant: what gRPC began for a call ends by itself, as it does at once when the caller has left.
+Invariant: what gRPC began for a caller who left ends by itself, as it does at once. A read is cut short only when this
+side ends the call: by its shutdown, for a right that is taken, or for silence.
 """
 
 from __future__ import annotations
