@@ -9,10 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import slotcar_client
 from slotcar_client import Client
 
+from tests.faults.waiting import eventually
 from tests.server import SidecarProcess
 from tests.vllm.openai_server import BASE, Server, refused, streamed, tokens
 from tests.vllm.stage import PROMPTS, peft_tokens
@@ -225,6 +227,8 @@ def test_while_the_sidecar_is_away_the_base_model_is_served_alone(stage: Stage) 
     assert [card["id"] for card in stage.server.get("/v1/models").json()["data"]] == [BASE]
     stage.sidecar.start()
     stage.load("sql", "sql-2")
+    # A channel whose server was away tries again after a second at most.
+    eventually(lambda: stage.server.complete("sql", PROMPT).status_code == httpx.codes.OK, "an answer")
     assert stage.ask("sql") == stage.peft("sql-2")
 
 
