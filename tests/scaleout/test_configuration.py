@@ -67,7 +67,7 @@ def test_each_member_has_a_place_of_its_own_in_the_ring() -> None:
     keys = [each["metadata"]["filter_metadata"]["envoy.lb"]["hash_key"] for each in members(cluster(shipped()))]
     addresses = [each["endpoint"]["address"]["socket_address"]["address"] for each in members(cluster(shipped()))]
     assert keys == ["slotcar-0", "slotcar-1", "slotcar-2"]
-    assert addresses == [f"{key}.slotcar" for key in keys]
+    assert addresses == [f"{key}.slotcar.slotcar-pool.svc.cluster.local" for key in keys]
 
 
 def test_a_run_changes_addresses_and_paths_alone(tmp_path: Path) -> None:

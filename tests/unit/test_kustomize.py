@@ -13,6 +13,8 @@ import pytest
 import yaml
 from slotcar_sidecar import cli
 from slotcar_sidecar.config import Config
+from slotcar_sidecar.core.model import ModelSpec
+from slotcar_sidecar.core.site import Site
 from slotcar_sidecar.process.policy import parse_policy
 from slotcar_sidecar.sync.declaration import declared
 
@@ -20,6 +22,12 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 BUILDS = REPOSITORY / "tests" / "k8s" / "golden" / "kustomize"
 OVERLAYS = REPOSITORY / "deploy" / "kustomize" / "overlays"
 KINDS = ("initContainers", "containers")
+
+# All linear sites of a model with 7 billion parameters: 32 layers of attention, gate and up, and down.
+SHAPES = [(4096, 4096)] * 4 + [(4096, 11008)] * 2 + [(11008, 4096)]
+SITES = [Site(f"{layer}.{at}", *shape) for layer in range(32) for at, shape in enumerate(SHAPES)]
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+GIB = 1 << 30
 
 Json = dict[str, Any]
 
@@ -56,6 +64,18 @@ def test_every_flag_is_one_of_serve_s_and_its_value_fits(overlay: str) -> None:
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert container[probe]["grpc"]["port"] == ports["slotcar-health"]
     assert config.shutdown_seconds < pod["terminationGracePeriodSeconds"]
+
+
+@pytest.mark.parametrize(("overlay", "rings"), [("plain-pod", 1), ("daemonset", 4), ("pool", 0)])
+def test_slots_of_a_large_model_fit_into_the_limit(overlay: str, rings: int) -> None:
+    """With full tiers and 0.5 GiB for the process, as the manifests' comments count; below it nothing is killed."""
+    ((_, container),) = sidecars(overlay)
+    config = config_of(container)
+    slots = config.slots * ModelSpec.of(SITES).slot_bytes(config.max_rank, ITEM_BYTES[config.dtype])
+    on_its_way_to_the_disk = GIB if config.disk else 0
+    needed = slots + config.host_bytes + on_its_way_to_the_disk + rings * config.ring_bytes + GIB // 2
+    limit = container["resources"]["limits"]["memory"]
+    assert needed <= int(limit.removesuffix("Gi")) * GIB
 
 
 def test_a_member_serves_over_tls_what_envoy_calls() -> None:
