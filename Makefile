@@ -132,13 +132,14 @@ $(WHEELS): pyproject.toml constraints/dev.txt constraints/image.txt | $(INSTALLE
 	PIP_CONSTRAINT=constraints/image.txt $(BIN)/pip download -q $(PIP_FLAGS) -d $(@D) cyclonedx-bom
 	@touch $@
 
-test-image: export SLOTCAR_IMAGE := $(IMAGE)
-test-image: export SLOTCAR_INJECTOR_IMAGE := $(INJECTOR_IMAGE)
+test-image test-k8s: export SLOTCAR_IMAGE := $(IMAGE)
+test-image test-k8s: export SLOTCAR_INJECTOR_IMAGE := $(INJECTOR_IMAGE)
 test-image: $(INSTALLED) ## Run the images that `make image` built, locked up, with engines outside them and in pods, four minutes on two cores
 	$(BIN)/pytest -m image tests/image $(PYTEST_FLAGS)
 
-test-k8s: $(K8S_INSTALLED) ## Run the tests of the Kubernetes injector, in an environment of its own, two minutes on two cores
+test-k8s: $(K8S_INSTALLED) $(INSTALLED) ## Run the tests of injector, chart and manifests, in an environment of their own, and injected pods where `make image` built them
 	$(K8S) -m pytest --confcutdir tests/k8s tests/k8s $(PYTEST_FLAGS)
+	$(BIN)/pytest -m image tests/image/test_pod.py tests/image/test_pod_commands.py $(PYTEST_FLAGS)
 
 $(K8S_INSTALLED): pyproject.toml constraints/k8s.txt tests/k8s/environment.py
 	@echo "installing the injector and its tests' tools into .venv-k8s; the first time takes half a minute"
