@@ -16,7 +16,7 @@ import pytest
 import trustme
 
 from tests.k8s import charts
-from tests.k8s.cluster import Webhook
+from tests.k8s.cluster import Webhook, write_files
 
 Json = dict[str, Any]
 
@@ -51,17 +51,8 @@ def serving(folder: Path, objects: list[Json], *options: str) -> Iterator[ChartW
 
 
 def write_secret(folder: Path, secret: Json) -> None:
-    """As a kubelet does it: both files in a new folder, and one link that changes."""
-    new = folder / f"pair-{len(list(folder.glob('pair-*')))}"
-    new.mkdir()
-    for name in ("tls.crt", "tls.key"):
-        (new / name).write_bytes(base64.b64decode(secret["data"][name], validate=True))
-    link = folder / "..data.new"
-    link.symlink_to(new)
-    link.replace(folder / "..data")
-    for name in ("tls.crt", "tls.key"):
-        if not (folder / name).is_symlink():
-            (folder / name).symlink_to(f"..data/{name}")
+    files = {name: base64.b64decode(secret["data"][name], validate=True) for name in ("tls.crt", "tls.key")}
+    write_files(folder, files)
 
 
 def lead(monkeypatch: pytest.MonkeyPatch, address: tuple[str, int], port: int) -> None:

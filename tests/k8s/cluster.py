@@ -10,7 +10,7 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -171,16 +171,22 @@ def trusting(authority: trustme.CA) -> ssl.SSLContext:
 
 
 def write_pair(folder: Path, authority: trustme.CA, names: Sequence[str] = (HOST,)) -> None:
-    """As a kubelet writes a Secret: both files in a new folder, and one link that changes."""
+    """A fresh pair of the authority's, as a Secret."""
     pair = authority.issue_cert(*names)
+    chain = b"".join(blob.bytes() for blob in pair.cert_chain_pems)
+    write_files(folder, {"tls.crt": chain, "tls.key": pair.private_key_pem.bytes()})
+
+
+def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """As a kubelet writes a Secret: all files in a new folder, and one link that changes."""
     new = folder / f"pair-{len(list(folder.glob('pair-*')))}"
     new.mkdir()
-    pair.private_key_pem.write_to_path(str(new / "tls.key"))
-    (new / "tls.crt").write_bytes(b"".join(blob.bytes() for blob in pair.cert_chain_pems))
+    for name, content in files.items():
+        (new / name).write_bytes(content)
     link = folder / "..data.new"
     link.symlink_to(new)
     link.replace(folder / "..data")
-    for name in ("tls.crt", "tls.key"):
+    for name in files:
         if not (folder / name).is_symlink():
             (folder / name).symlink_to(f"..data/{name}")
 
