@@ -103,8 +103,8 @@ def test_a_row_keeps_its_place_when_others_come(page: Browser, scene: Scene) -> 
     first = page.ask("return document.querySelector('#events tbody tr').id")
     with pytest.raises(slotcar_client.SourceDenied):
         scene.client.load("another", "/etc")
-    eventually(lambda: "another" in text(page, "#events tbody"))
-    assert page.ask("return document.getElementById(arguments[0]).rowIndex", first) >= 2
+    place = "return document.getElementById(arguments[0]).rowIndex"
+    eventually(lambda: "another" in text(page, "#events tbody") and page.ask(place, first) >= 2)
 
 
 def test_it_can_be_paused(page: Browser) -> None:
