@@ -20,6 +20,7 @@ import pytest
 import slotcar_client
 from slotcar.shm.handshake import SUFFIX
 
+from tests.ports import free_port
 from tests.server import SidecarProcess
 
 ONE_SITE = {"sites": [{"name": "site", "in_features": 64, "out_features": 64}]}
@@ -43,13 +44,6 @@ def answers(target: str) -> str:
     """The epoch of the server that answers at `target`."""
     with slotcar_client.connect(target, timeout_seconds=30) as client:
         return client.snapshot().layout.version.epoch
-
-
-def free_port(host: str = "127.0.0.1", family: socket.AddressFamily = socket.AF_INET) -> int:
-    with socket.socket(family) as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _has_ipv6_loopback() -> bool:

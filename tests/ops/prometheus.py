@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tests.conformance.target import eventually
-from tests.faults.test_sockets import free_port
+from tests.ports import free_port
 
 RULES = Path(__file__).resolve().parents[2] / "deploy" / "prometheus" / "slotcar.rules.yaml"
 _PATIENCE_SECONDS = 30.0

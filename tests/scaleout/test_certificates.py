@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import trustme
 
-from tests.faults.test_sockets import free_port
 from tests.faults.waiting import eventually
+from tests.ports import free_port
 from tests.scaleout.configuration import LOOPBACK
 from tests.scaleout.pool import ENVOY, certificate
 from tests.scaleout.proxy import proxy

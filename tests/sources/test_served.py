@@ -14,7 +14,7 @@ from slotcar.v1.adapter_pb2 import TIER_HOST
 
 from tests.adapters import MINIMAL_CONFIG, WEIGHTS_FILE, raw_tensors, write_raw_adapter
 from tests.faults.raw import CALL_SECONDS, RawEngine
-from tests.faults.test_sockets import free_port
+from tests.ports import free_port
 from tests.server import SidecarProcess
 from tests.sources.bucket import KEY, SECRET, SITE, URI, options_file, upload
 from tests.sources.proxy import Answer, Proxy

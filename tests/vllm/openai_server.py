@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,8 @@ from typing import Any, Self
 import httpx
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from tests.ports import free_port
 
 START_SECONDS = 600.0
 STOP_SECONDS = 60.0
@@ -52,7 +53,7 @@ class Server:
 
     def start(self) -> Self:
         """Starts it; `wait` returns when it answers."""
-        self.port = self.port or _free_port()
+        self.port = self.port or free_port()
         environment = os.environ | {"SLOTCAR_TARGET": self.target, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
         for name in ("VLLM_PLUGINS", "VLLM_ENABLE_V1_MULTIPROCESSING"):
             environment.pop(name, None)
@@ -156,10 +157,3 @@ def _tokenizer(folder: Path) -> Path:
         words.pre_tokenizer = pre_tokenizers.Whitespace()
         PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t0").save_pretrained(str(place))
     return place
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -21,9 +21,9 @@ import trustme
 from slotcar_client import AdapterInvalid, Credentials, LayoutStale, SlotcarError, Unavailable
 
 from tests.adapters import WEIGHTS_FILE
-from tests.faults.test_sockets import free_port
 from tests.ops.gameday import slow
 from tests.ops.gameday.stage import SITES, Record, Row, Sighting, Stage, Worker
+from tests.ports import free_port
 
 _LIFE_SECONDS = 8
 _ROWS = 2

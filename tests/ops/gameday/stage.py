@@ -22,11 +22,11 @@ import slotcar_client
 from slotcar_client import Client
 
 from tests.faults.oracle import Library, spec_file
-from tests.faults.test_sockets import free_port
 from tests.ops.gameday import panels
 from tests.ops.gameday.pace import Pace
 from tests.ops.gameday.panels import Shown
 from tests.ops.prometheus import Prometheus
+from tests.ports import free_port
 from tests.server import SidecarProcess
 
 T = TypeVar("T")
