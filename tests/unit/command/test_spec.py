@@ -8,19 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
-from slotcar_sidecar import cli
+from click.testing import Result
 
 from tests.adapters import make_adapter, tiny_llama, tiny_qwen2
 from tests.corpus.models import tiny_mixtral
 from tests.server import SidecarProcess
+from tests.unit.command.called import invoke
 
 EMBEDDING = "model.embed_tokens"
 Q = [f"model.layers.{layer}.self_attn.q_proj" for layer in (0, 1)]
-
-
-def invoke(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.main, arguments)
 
 
 def sites(folder: Path, *options: str) -> dict[str, Any]:

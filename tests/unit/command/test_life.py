@@ -7,19 +7,17 @@ import stat
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import slotcar_client
-from click.testing import CliRunner, Result
 from slotcar_client import SlotcarError, aio
 from slotcar_client.aio import AsyncClient
-from slotcar_sidecar import cli
 from slotcar_sidecar.command import bundle, snapshot
 from slotcar_sidecar.command.bundle import LEFT_OUT, Missing
 
 from tests.adapters import MINIMAL_CONFIG, WEIGHTS_FILE, raw_tensors, write_raw_adapter
 from tests.server import STOP_SECONDS, SidecarProcess
+from tests.unit.command.called import answer, call, invoke
 
 PARTS = (
     *("server.json", "capacity.json", "layout.json", "adapters.json", "sessions.json", "events.json", "desired.json"),
@@ -45,16 +43,6 @@ def sidecar(start_sidecar: Callable[..., SidecarProcess], root: Path, tmp_path: 
     (tmp_path / "key").write_text(PASSWORD)
     extra = ("--metrics", "127.0.0.1:0", "--source-options", str(options), "--source", "s3://bucket")
     return start_sidecar(root, extra=extra, environment={"PLANTED": VARIABLE, "HF_TOKEN": TOKEN})
-
-
-def call(sidecar: SidecarProcess, *arguments: str) -> Result:
-    return CliRunner().invoke(cli.main, arguments, env={"SLOTCAR_TARGET": sidecar.target})
-
-
-def answer(sidecar: SidecarProcess, *arguments: str) -> Any:
-    result = call(sidecar, *arguments, "--json")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
 
 
 # The log and the end
@@ -148,7 +136,7 @@ def test_a_server_that_hangs_gives_what_there_is(sidecar: SidecarProcess, tmp_pa
 def test_a_server_that_is_away_gives_what_there_is(tmp_path: Path) -> None:
     file = tmp_path / "out.tar.gz"
     arguments = ["snapshot", "--target", f"unix://{tmp_path}/nobody.sock", "-o", str(file)]
-    result = CliRunner().invoke(cli.main, arguments)
+    result = invoke(*arguments)
     assert (result.exit_code, "without capacity.json: UNAVAILABLE" in result.output) == (0, True), result.output
     assert "cgroup" in unpacked(file)["machine.json"].decode()
 
@@ -176,7 +164,7 @@ async def test_a_part_that_fails_is_missing_and_others_are_there() -> None:
 
 def test_a_file_that_cannot_be_written_is_1(tmp_path: Path) -> None:
     arguments = ["snapshot", "--target", f"unix://{tmp_path}/nobody.sock", "-o", str(tmp_path / "no" / "x.tar.gz")]
-    result = CliRunner().invoke(cli.main, arguments)
+    result = invoke(*arguments)
     assert (result.exit_code, "cannot be written" in result.stderr) == (1, True)
     assert list(tmp_path.iterdir()) == []
 

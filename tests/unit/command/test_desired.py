@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import slotcar_client
-from click.testing import CliRunner, Result
 from slotcar_client.aio import connect
-from slotcar_sidecar import cli
 
 from tests.adapters import MINIMAL_CONFIG, raw_tensors, write_raw_adapter
 from tests.server import SidecarProcess
+from tests.unit.command.called import answer, call
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +37,6 @@ def sidecar(tmp_path_factory: pytest.TempPathFactory, file: Path) -> Iterator[Si
         yield process
 
 
-def call(sidecar: SidecarProcess, *arguments: str) -> Result:
-    return CliRunner().invoke(cli.main, [*arguments, "--target", sidecar.target])
-
-
 def test_a_table_has_each_entry_and_why_it_is_not_there(sidecar: SidecarProcess, file: Path) -> None:
     header, *rows, last = call(sidecar, "list", "--desired").output.splitlines()
     assert header.split()[:4] == ["ADAPTER", "DESIRED", "TIER", "STATE"]
@@ -55,7 +49,7 @@ def test_a_table_has_each_entry_and_why_it_is_not_there(sidecar: SidecarProcess,
 
 
 def test_json_has_the_same(sidecar: SidecarProcess, file: Path) -> None:
-    desired = json.loads(call(sidecar, "list", "--desired", "--json").stdout)
+    desired = answer(sidecar, "list", "--desired")
     assert desired["file"]["path"] == str(file)
     assert [(each["name"], each["state"]) for each in desired["adapters"]] == [
         ("gone", "failed"),
@@ -73,4 +67,4 @@ async def test_the_asyncio_client_says_the_same(sidecar: SidecarProcess) -> None
 def test_a_server_without_a_file_says_so(tmp_path: Path) -> None:
     with SidecarProcess(tmp_path, tmp_path) as sidecar:
         assert "follows no file" in call(sidecar, "list", "--desired").output
-        assert json.loads(call(sidecar, "list", "--desired", "--json").stdout) == {"file": None, "adapters": []}
+        assert answer(sidecar, "list", "--desired") == {"file": None, "adapters": []}
