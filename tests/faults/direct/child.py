@@ -31,7 +31,7 @@ class DirectChild(Child):
 
     def __init__(self, role: str, target: str, ref: str, site: str, features: int) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.direct_child", role, target, ref, site, str(features)],
+            [sys.executable, "-m", "tests.faults.direct.child", role, target, ref, site, str(features)],
             cwd=REPOSITORY,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
