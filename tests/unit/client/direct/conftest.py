@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from slotcar_client.transports.direct import DirectTransport
+from slotcar_kernels import native
 
 from tests.unit.client.direct.calls import connected
 from tests.unit.client.direct.slots_writer import A, B, SlotsWriter
@@ -25,3 +27,12 @@ def transport(writer: SlotsWriter) -> Iterator[DirectTransport]:
     transport = connected(writer)
     yield transport
     transport.close()
+
+
+@pytest.fixture
+def without_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """As in an installation that has none."""
+    monkeypatch.setattr(native, "_LIBRARY", tmp_path / "_native.so")
+    native._loaded.cache_clear()
+    yield
+    native._loaded.cache_clear()

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +14,7 @@ from slotcar_client.rpc import Rpc
 from slotcar_client.transports import direct, mapped, shared_slots
 from slotcar_client.transports.connection import Connection
 from slotcar_client.transports.direct import DirectTransport
-from slotcar_kernels import eager, native
+from slotcar_kernels import eager
 
 from tests.fakes.weights import fake_weights
 from tests.tolerances import assert_close, assert_same_bits
@@ -88,15 +85,6 @@ def test_no_rows_and_no_adapters(writer: SlotsWriter, transport: DirectTransport
     assert transport.forward(forward(writer, writer.map(0), (0,), {"q": rows(0, "q")}))["q"].shape == (0, 40)
     found = transport.forward(forward(writer, writer.map(None), (2,), {"q": rows(2, "q")}))["q"]
     assert_same_bits(found, torch.zeros(2, 40))
-
-
-@pytest.fixture
-def without_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """As in an installation that has none."""
-    monkeypatch.setattr(native, "_LIBRARY", tmp_path / "_native.so")
-    native._loaded.cache_clear()
-    yield
-    native._loaded.cache_clear()
 
 
 def test_without_the_library_torch_computes_the_same(without_library: None, writer: SlotsWriter) -> None:
@@ -335,68 +323,3 @@ def counted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[Any
 
     monkeypatch.setattr(module, name, make)
     return made
-
-
-FORK = """
-import os
-import torch
-from tests.unit.client.direct import calls
-from tests.unit.client.direct.slots_writer import A, SlotsWriter
-torch.set_num_threads(1)
-writer = SlotsWriter()
-writer.load(0, A)
-transport, x = calls.connected(writer), calls.rows(2, "q")
-call = calls.forward(writer, writer.map(0), (2,), {"q": x})
-before = transport.forward(call)["q"]
-for _ in range(2):
-    child = os.fork()
-    if not child:
-        assert transport.forward(call)["q"].equal(before)
-        transport.close()
-        del transport
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-    assert transport.forward(call)["q"].equal(before)
-assert len(writer.links) == 1, "the connection has stood"
-"""
-
-
-def test_a_child_of_the_process_harms_nothing() -> None:
-    """In a process without a channel: gRPC does not survive a fork."""
-    subprocess.run([sys.executable, "-c", FORK], cwd=REPOSITORY, check=True, timeout=120)
-
-
-def mapped_files() -> list[str]:
-    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:slotcar" in line]
-
-
-def descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
-def test_nothing_is_left_without_the_library_either(without_library: None, writer: SlotsWriter) -> None:
-    test_nothing_is_left_when_it_is_closed(writer)
-
-
-def test_nothing_is_left_when_it_is_closed(writer: SlotsWriter) -> None:
-    """The memory goes with its last reference, not with the next garbage collection, and not before."""
-    connected(writer).close()
-    gc.collect()
-    writer.regions.clear()
-    gc.disable()
-    try:
-        before = len(mapped_files()), descriptors()
-        transport = connected(writer)
-        output = transport.forward(forward(writer, writer.map(0), (2,), {"q": rows(2, "q")}))["q"]
-        with pytest.raises(errors.ShapeMismatch):
-            transport.forward(forward(writer, writer.map(0), (2,), {"q": rows(3, "q")}))
-        writer.begin(0, C)
-        assert len(mapped_files()) > before[0]
-        transport.close()
-        writer.links.pop().close()
-        writer.regions.clear()
-        del transport
-        assert (len(mapped_files()), descriptors()) == before
-        assert_close(output, truth([A, A], "q", rows(2, "q")))
-    finally:
-        gc.enable()
