@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import threading
-import time
 import urllib.request
 import uuid
 import zlib
@@ -35,7 +34,6 @@ from tests.planes.stub import PlaneStub, engine_stub
 from tests.server import SidecarProcess
 
 PATIENCE_SECONDS = 30.0
-LOOK_SECONDS = 0.005
 ABSENT_DIGEST = "sha256:" + "0" * 64
 LINEAR = model_pb2.SITE_KIND_LINEAR
 # In order of their names, as a server lists them.
@@ -342,14 +340,6 @@ def open_channel(address: str, *more_options: tuple[str, int]) -> grpc.Channel:
     """A connection of its own, with gRPC's own limits except on the size of answers."""
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1), *more_options]
     return grpc.insecure_channel(address.replace("unix://", "unix:").removeprefix("tcp://"), options=options)
-
-
-def eventually(condition: Callable[[], object]) -> None:
-    """Returns when `condition` holds; fails when that takes too long."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(LOOK_SECONDS)
 
 
 def seconds(count: float) -> duration_pb2.Duration:

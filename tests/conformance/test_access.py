@@ -12,7 +12,8 @@ from slotcar.v1 import adapter_service_pb2
 from slotcar_client import NotAllowed, Unauthenticated
 
 from tests.conformance.refusals import refused
-from tests.conformance.target import MODEL, PATIENCE_SECONDS, Target, eventually
+from tests.conformance.target import MODEL, PATIENCE_SECONDS, Target
+from tests.waiting import eventually
 
 POLICY = """\
 apiVersion: slotcar.dev/v1

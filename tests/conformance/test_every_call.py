@@ -32,7 +32,8 @@ from tests.conformance import (
 from tests.conformance.calls import CALLS, LAST, METHODS, SERVICES, Given, ask, ask_bytes, given, refusal_of
 from tests.conformance.items import forward, item
 from tests.conformance.refusals import read, refused
-from tests.conformance.target import PATIENCE_SECONDS, Session, Target, eventually, seconds
+from tests.conformance.target import PATIENCE_SECONDS, Session, Target, seconds
+from tests.waiting import eventually
 
 SHORT_SECONDS = 0.001
 

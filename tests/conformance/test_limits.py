@@ -15,7 +15,8 @@ from slotcar.v1 import engine_service_pb2, model_pb2
 from tests.adapters import WEIGHTS_FILE
 from tests.conformance.items import forward, item, matrix
 from tests.conformance.refusals import Refusal, read_value, refused
-from tests.conformance.target import MODEL, PATIENCE_SECONDS, Streamed, Target, eventually
+from tests.conformance.target import MODEL, PATIENCE_SECONDS, Streamed, Target
+from tests.waiting import eventually
 
 MESSAGE_BYTES, RESPONSE_BYTES, ADAPTER_BYTES, HOST_BYTES = 1 << 20, 24 << 10, 24_000, 20_000
 SESSIONS, MAPPINGS, HOLDS, ADAPTERS, ENTRIES, ROWS, SLOTS = 4, 3, 3, 64, 64, 96, 48

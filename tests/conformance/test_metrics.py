@@ -14,7 +14,8 @@ from tests.conformance.calls import parts
 from tests.conformance.items import forward, item
 from tests.conformance.metric_names import exported, golden, use
 from tests.conformance.refusals import refused
-from tests.conformance.target import ABSENT_DIGEST, PATIENCE_SECONDS, Streamed, Target, eventually
+from tests.conformance.target import ABSENT_DIGEST, PATIENCE_SECONDS, Streamed, Target
+from tests.waiting import eventually
 
 Sample = tuple[str, tuple[tuple[str, str], ...]]
 

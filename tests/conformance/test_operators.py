@@ -15,8 +15,9 @@ from slotcar.v1.adapter_pb2 import TIER_DEVICE, TIER_HOST
 from tests.conformance.calls import code_of, refusal_of
 from tests.conformance.items import forward, item
 from tests.conformance.refusals import refused
-from tests.conformance.target import PATIENCE_SECONDS, Session, Target, eventually, seconds
+from tests.conformance.target import PATIENCE_SECONDS, Session, Target, seconds
 from tests.conformance.watching import watching
+from tests.waiting import eventually
 
 
 def page(target: Target, **request: Any) -> pb.ListSessionsResponse:

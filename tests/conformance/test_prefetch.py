@@ -11,7 +11,8 @@ from slotcar.v1 import adapter_pb2
 from slotcar.v1 import adapter_service_pb2 as pb
 
 from tests.conformance.refusals import refused
-from tests.conformance.target import ABSENT_DIGEST, PATIENCE_SECONDS, Target, eventually
+from tests.conformance.target import ABSENT_DIGEST, PATIENCE_SECONDS, Target
+from tests.waiting import eventually
 
 DISK, HOST, DEVICE = adapter_pb2.TIER_DISK, adapter_pb2.TIER_HOST, adapter_pb2.TIER_DEVICE
 

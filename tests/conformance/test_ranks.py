@@ -16,8 +16,9 @@ from slotcar.v1 import engine_service_pb2_grpc
 from tests.conformance.calls import code_of, refusal_of
 from tests.conformance.items import forward, item
 from tests.conformance.refusals import refused
-from tests.conformance.target import PATIENCE_SECONDS, Session, Target, eventually, open_channel, seconds
+from tests.conformance.target import PATIENCE_SECONDS, Session, Target, open_channel, seconds
 from tests.conformance.watching import watching
+from tests.waiting import eventually
 
 RANKS = 4
 MOST_RANKS = 1024

@@ -18,7 +18,8 @@ from slotcar.v1 import engine_service_pb2, engine_service_pb2_grpc, layout_pb2
 from tests.conformance.calls import refusal_of
 from tests.conformance.items import forward, item
 from tests.conformance.refusals import refused
-from tests.conformance.target import PATIENCE_SECONDS, Session, Target, eventually, open_channel
+from tests.conformance.target import PATIENCE_SECONDS, Session, Target, open_channel
+from tests.waiting import eventually
 
 
 def unload(target: Target, name: str) -> None:

@@ -15,7 +15,8 @@ from slotcar.v1 import engine_service_pb2
 from tests.conformance.calls import parts, refusal_of
 from tests.conformance.items import forward, item
 from tests.conformance.refusals import read, refused
-from tests.conformance.target import PATIENCE_SECONDS, Streamed, Target, eventually
+from tests.conformance.target import PATIENCE_SECONDS, Streamed, Target
+from tests.waiting import eventually
 
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 

@@ -15,8 +15,9 @@ from tests.adapters import CONFIG_FILE, WEIGHTS_FILE
 from tests.conformance.calls import parts, refusal_of
 from tests.conformance.items import delta, forward, item, tensor
 from tests.conformance.refusals import Refusal, refused
-from tests.conformance.target import ABSENT_DIGEST, PATIENCE_SECONDS, Target, eventually
+from tests.conformance.target import ABSENT_DIGEST, PATIENCE_SECONDS, Target
 from tests.tolerances import assert_close
+from tests.waiting import eventually
 
 Part = pb.LoadAdapterStreamRequest
 MOST_AT_A_TIME = 4

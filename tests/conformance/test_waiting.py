@@ -14,7 +14,8 @@ from slotcar.v1.adapter_pb2 import TIER_HOST
 from tests.conformance.calls import refusal_of
 from tests.conformance.items import forward, item
 from tests.conformance.refusals import refused
-from tests.conformance.target import PATIENCE_SECONDS, Session, Target, eventually, seconds
+from tests.conformance.target import PATIENCE_SECONDS, Session, Target, seconds
+from tests.waiting import eventually
 
 
 class Full(NamedTuple):

@@ -19,8 +19,8 @@ from slotcar.shm.region import ABSENT, Item, Kind
 
 from tests.faults.child import REPOSITORY, Child, say
 from tests.faults.raw import RawEngine
-from tests.faults.waiting import eventually
 from tests.unit.ring.raw import RawClient, forward_request, hello
+from tests.waiting import eventually
 
 ROWS = 4
 GRACE_SECONDS = 0.5

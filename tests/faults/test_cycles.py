@@ -15,8 +15,8 @@ from slotcar_client import Client
 
 from tests.faults.gauges import Gauges, descriptors, rss_bytes
 from tests.faults.oracle import Library, spec_file
-from tests.faults.waiting import StandsStill, eventually
 from tests.server import SidecarProcess
+from tests.waiting import StandsStill, eventually
 
 SITE, FEATURES = "small", 256
 SITES = {SITE: (FEATURES, FEATURES)}

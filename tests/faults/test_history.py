@@ -24,9 +24,9 @@ from slotcar_client import Client, Hold, Session, SlotcarError, SlotsExhausted
 
 from tests.faults.oracle import Library, spec_file
 from tests.faults.raw import CALL_SECONDS, RawEngine, array, refusal
-from tests.faults.waiting import eventually
 from tests.planes.stub import PLANES
 from tests.server import SidecarProcess
+from tests.waiting import eventually
 
 SLOTS = 3
 STEPS = int(os.environ.get("HISTORY_STEPS", "600"))

@@ -25,8 +25,9 @@ from slotcar_client.engines.transformers import model_spec
 from tests.adapters import make_adapter, tiny_llama
 from tests.faults.oracle import Library, spec_file
 from tests.faults.raw import RawEngine, array, refusal
-from tests.faults.waiting import eventually, watching
+from tests.faults.watching import watching
 from tests.server import SidecarProcess
+from tests.waiting import eventually
 
 SITES = {site.name: (site.in_features, site.out_features) for site in model_spec(tiny_llama()).sites}
 LAYER = "model.layers.{}.{}"

@@ -17,8 +17,8 @@ import pytest
 import slotcar_client
 
 from tests.faults.oracle import Library, spec_file
-from tests.faults.waiting import eventually
 from tests.server import SidecarProcess
+from tests.waiting import eventually
 
 SITES = {"layer.q": (32, 48)}
 PATIENCE_SECONDS = 30.0

@@ -20,8 +20,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from slotcar.v1 import adapter_service_pb2, adapter_service_pb2_grpc, operator_service_pb2, operator_service_pb2_grpc
 
 from tests.faults.mute import is_full, mute_client
-from tests.faults.waiting import PATIENCE_SECONDS, eventually
 from tests.server import START_SECONDS, SidecarProcess
+from tests.waiting import PATIENCE_SECONDS, eventually
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 HEALTH = ("--health", "127.0.0.1:0")

@@ -18,8 +18,8 @@ from slotcar_client import Client, SlotcarError
 
 from tests.faults.gauges import Gauges
 from tests.faults.oracle import Library, spec_file
-from tests.faults.waiting import PATIENCE_SECONDS, eventually
 from tests.server import START_SECONDS, SidecarProcess
+from tests.waiting import PATIENCE_SECONDS, eventually
 
 SITE, FEATURES = "small", 64
 SITES = {SITE: (FEATURES, FEATURES)}

@@ -15,8 +15,8 @@ from slotcar_client import Client
 
 from tests.faults.gauges import Gauges
 from tests.faults.oracle import Library, spec_file
-from tests.faults.waiting import eventually
 from tests.server import SidecarProcess
+from tests.waiting import eventually
 
 SITE, FEATURES = "small", 64
 SITES = {SITE: (FEATURES, FEATURES)}

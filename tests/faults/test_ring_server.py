@@ -21,9 +21,9 @@ from tests.faults.gauges import Gauges, descriptors
 from tests.faults.oracle import Library, spec_file
 from tests.faults.raw import RawEngine
 from tests.faults.ring_child import ROWS, RingChild, RingEngine, ring_engine
-from tests.faults.waiting import PATIENCE_SECONDS, StandsStill, eventually
 from tests.server import SidecarProcess
 from tests.unit.ring.raw import RawClient, Refused, hello
+from tests.waiting import PATIENCE_SECONDS, StandsStill, eventually
 
 SITE, FEATURES = "site", 64
 SITES = {SITE: (FEATURES, FEATURES)}

@@ -21,8 +21,8 @@ from tests.faults.child import Child
 from tests.faults.mute import is_full, mute_client
 from tests.faults.oracle import Library, spec_file
 from tests.faults.raw import RawEngine, refusal
-from tests.faults.waiting import PATIENCE_SECONDS, eventually
 from tests.server import SidecarProcess
+from tests.waiting import PATIENCE_SECONDS, eventually
 
 SMALL, FEATURES = "small", 64
 WIDE = tuple(f"wide.{index}" for index in range(48))

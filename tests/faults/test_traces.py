@@ -18,8 +18,8 @@ from slotcar_client import AdapterNotFound, Client, Session
 from tests.fakes.collector import Collector
 from tests.faults.gauges import Gauges
 from tests.faults.oracle import Library, spec_file
-from tests.faults.waiting import PATIENCE_SECONDS, eventually
 from tests.server import SidecarProcess
+from tests.waiting import PATIENCE_SECONDS, eventually
 
 SITE, FEATURES = "layer", 64
 A, B = "a", "b"

@@ -26,8 +26,9 @@ from tests.faults.gauges import Gauges, descriptors, rss_bytes
 from tests.faults.oracle import Library, spec_file
 from tests.faults.raw import RawEngine, array, refusal
 from tests.faults.relay import Relay
-from tests.faults.waiting import StandsStill, eventually, watching
+from tests.faults.watching import watching
 from tests.server import SidecarProcess
+from tests.waiting import StandsStill, eventually
 
 SMALL, FEATURES = "small", 64
 WIDE = tuple(f"wide.{index}" for index in range(24))

@@ -12,8 +12,8 @@ import torch
 from slotcar_client import BASE, Client, Session, SlotcarError
 
 from tests.faults.oracle import Library
-from tests.faults.waiting import eventually
 from tests.image.conftest import FEATURES, NAMES, SITE
+from tests.waiting import eventually
 
 COUNTS = (3, 1, 2)
 

@@ -25,10 +25,10 @@ import torch
 import yaml
 
 from tests.faults.oracle import Library, spec_file
-from tests.faults.waiting import eventually
 from tests.image.conftest import NAMES, SITE
 from tests.image.container import LOCKED, PODMAN, START_SECONDS, inspected, podman, told
 from tests.tolerances import TOLERANCES
+from tests.waiting import eventually
 
 Json = dict[str, Any]
 HERE = Path(__file__).parent

@@ -15,10 +15,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.faults.oracle import Library
-from tests.faults.waiting import eventually
 from tests.image.conftest import NAMES
 from tests.image.container import START_SECONDS, USER, inspected, podman, told
 from tests.image.pod import GRACE_SECONDS, PLANES, Pod, documents, running
+from tests.waiting import eventually
 
 pytestmark = [pytest.mark.image, pytest.mark.timeout(600)]
 

@@ -9,9 +9,9 @@ import slotcar_client
 from slotcar_client import SlotcarError
 
 from tests.faults.oracle import Library
-from tests.faults.waiting import eventually
 from tests.image.conftest import Make
 from tests.image.engine import Load, forward_is_right, load
+from tests.waiting import eventually
 
 pytestmark = [pytest.mark.image, pytest.mark.timeout(600)]
 

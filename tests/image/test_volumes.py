@@ -8,10 +8,10 @@ import pytest
 import slotcar_client
 
 from tests.faults.oracle import Library
-from tests.faults.waiting import eventually
 from tests.image.conftest import NAMES, Make
 from tests.image.container import owned
 from tests.image.engine import forward_is_right, load
+from tests.waiting import eventually
 
 pytestmark = [pytest.mark.image, pytest.mark.timeout(600)]
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from tests.conformance.target import eventually
 from tests.ports import free_port
+from tests.waiting import eventually
 
 RULES = Path(__file__).resolve().parents[2] / "deploy" / "prometheus" / "slotcar.rules.yaml"
 _PATIENCE_SECONDS = 30.0

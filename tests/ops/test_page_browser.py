@@ -13,11 +13,11 @@ import slotcar_client
 from selenium.webdriver.common.keys import Keys
 
 from tests.faults.oracle import spec_file
-from tests.faults.waiting import eventually
 from tests.ops.browser import Browser, browser, is_installed
 from tests.ops.scene import SITES, SLOTS, Scene, page_url, staged
 from tests.ports import free_port
 from tests.server import SidecarProcess
+from tests.waiting import eventually
 
 pytestmark = [
     pytest.mark.ops,

@@ -13,7 +13,6 @@ import slotcar_client
 from slotcar_client import SourceDenied
 from slotcar_sidecar.core.thrash import THRASH_SECONDS
 
-from tests.conformance.target import eventually
 from tests.faults.gauges import Gauges
 from tests.faults.oracle import Library, spec_file
 from tests.ops.conftest import Promtool
@@ -21,6 +20,7 @@ from tests.ops.load import SITE, SITES, Engine, Told, unload_under
 from tests.ops.prometheus import Prometheus
 from tests.server import SidecarProcess
 from tests.unit.ops.promql import filled_in, queries
+from tests.waiting import eventually
 
 pytestmark = [pytest.mark.ops, pytest.mark.timeout(300)]
 

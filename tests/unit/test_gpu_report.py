@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.waiting import eventually
 from tests.gpu.__main__ import Part, parts, run
 from tests.gpu.report import CASES, Case, Result, floor_us, median_us, table, target_us
+from tests.waiting import eventually
 
 RUN_SH = Path(__file__).resolve().parents[1] / "gpu" / "run.sh"
 BANDWIDTH = 4e12

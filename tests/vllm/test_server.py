@@ -14,10 +14,10 @@ import pytest
 import slotcar_client
 from slotcar_client import Client
 
-from tests.faults.waiting import eventually
 from tests.server import SidecarProcess
 from tests.vllm.openai_server import BASE, Server, refused, streamed, tokens
 from tests.vllm.stage import PROMPTS, peft_tokens
+from tests.waiting import eventually
 
 PROMPT = PROMPTS[0]
 LONG = list(range(40))

@@ -8,8 +8,9 @@ from slotcar_client import Client
 
 from tests.faults.direct.units import A, C, Serve, assert_rows, child_of, compute, shared_files
 from tests.faults.oracle import Library
-from tests.faults.waiting import eventually, watching
+from tests.faults.watching import watching
 from tests.server import SidecarProcess
+from tests.waiting import eventually
 
 # Clients that are stopped
 

@@ -20,9 +20,10 @@ from tests.faults.direct.child import ROWS, DirectChild
 from tests.faults.direct.units import FEATURES, SITES, A, B, C, X, assert_rows, child_of, compute, shared_files
 from tests.faults.gauges import Gauges, descriptors
 from tests.faults.oracle import Library
-from tests.faults.waiting import StandsStill, eventually, watching
+from tests.faults.watching import watching
 from tests.planes.connection import Connection, hello
 from tests.server import SidecarProcess
+from tests.waiting import StandsStill, eventually
 
 
 def test_a_write_through_the_mapping_is_a_fault_of_the_writer(

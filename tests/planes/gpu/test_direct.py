@@ -21,9 +21,10 @@ from slotcar_sidecar.command.doctor import examine
 
 from tests.faults.child import REPOSITORY, Child
 from tests.faults.oracle import Library
-from tests.faults.waiting import Watcher, eventually, watching
+from tests.faults.watching import Watcher, watching
 from tests.planes.gpu.host import HOST
 from tests.planes.gpu.sidecar import GpuSidecar
+from tests.waiting import eventually
 
 FEATURES = 64
 SITES = dict.fromkeys(("first", "second"), (FEATURES, FEATURES))

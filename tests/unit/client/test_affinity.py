@@ -16,7 +16,8 @@ from slotcar_client import Client, RequestInvalid, aio
 from slotcar_client.credentials import AFFINITY_KEY, Address, Credentials
 from slotcar_sidecar.core import errors as server_errors
 
-from tests.unit.client.fake_engine import A, FakeEngine, FakeServer, eventually
+from tests.unit.client.fake_engine import A, FakeEngine, FakeServer
+from tests.waiting import eventually
 
 X = torch.arange(12.0).reshape(3, 4)
 ENGINE_CALLS = {"OpenSession", "SetMapping", "ForwardStream", "ReleaseMapping", "CloseSession"}

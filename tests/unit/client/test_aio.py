@@ -15,7 +15,7 @@ from slotcar_client import BASE, Client, Mapping, Session, SlotcarError, aio
 from slotcar_client.effects import Effect, Wait
 from slotcar_sidecar.core import errors as server_errors
 
-from tests.unit.client import fake_engine
+from tests import waiting
 from tests.unit.client.fake_adapters import CAPACITY, FakeAdapters
 from tests.unit.client.fake_engine import A, B, FakeEngine, FakeServer
 
@@ -53,7 +53,7 @@ async def session(client: aio.AsyncClient) -> AsyncIterator[aio.AsyncSession]:
 
 
 async def eventually(condition: Callable[[], object]) -> None:
-    await asyncio.to_thread(fake_engine.eventually, condition)
+    await asyncio.to_thread(waiting.eventually, condition)
 
 
 def public(kind: type) -> set[str]:

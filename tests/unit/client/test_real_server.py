@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from slotcar_client.engines.transformers import model_spec
 
 from tests.adapters import make_adapter, peft_deltas, tiny_llama
 from tests.server import SidecarProcess
+from tests.waiting import eventually
 
 Q = "model.layers.0.self_attn.q_proj"
 SPEC = model_spec(tiny_llama())
@@ -48,13 +48,6 @@ def client(sidecar: SidecarProcess, root: Path) -> Iterator[Client]:
         for name in ("sql", "chat"):
             client.load(name, root / name)
         yield client
-
-
-def eventually(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_a_load_is_reported_whole(client: Client, root: Path) -> None:

@@ -17,7 +17,7 @@ from slotcar_client.engines.transformers import model_spec
 
 from tests.adapters import make_adapter, tiny_llama
 from tests.server import SidecarProcess
-from tests.unit.client.fake_engine import eventually
+from tests.waiting import eventually
 
 Q = "model.layers.0.self_attn.q_proj"
 SPEC = model_spec(tiny_llama())

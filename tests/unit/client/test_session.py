@@ -15,7 +15,8 @@ from slotcar_client import BASE, Client, Mapping, Session
 from slotcar_client.recovery import MAX_STEPS
 from slotcar_sidecar.core import errors as server_errors
 
-from tests.unit.client.fake_engine import A, B, EndStreamError, FakeEngine, FakeServer, eventually
+from tests.unit.client.fake_engine import A, B, EndStreamError, FakeEngine, FakeServer
+from tests.waiting import eventually
 
 X = torch.arange(12.0).reshape(3, 4)
 STALE = server_errors.LayoutStale("stale", entries=("sql",))

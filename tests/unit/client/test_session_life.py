@@ -18,7 +18,8 @@ from slotcar_client.effects import Effect, Wait
 from slotcar_client.stream_state import StreamState
 from slotcar_sidecar.core import errors as server_errors
 
-from tests.unit.client.fake_engine import A, FakeEngine, FakeServer, eventually
+from tests.unit.client.fake_engine import A, FakeEngine, FakeServer
+from tests.waiting import eventually
 
 X = torch.arange(12.0).reshape(3, 4)
 STALE = server_errors.LayoutStale("stale", entries=("sql",))

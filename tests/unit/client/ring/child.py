@@ -11,8 +11,9 @@ from typing import Any, Self
 
 from slotcar.shm import region
 
-from tests.unit.client.fake_engine import A, B, FakeServer, eventually
+from tests.unit.client.fake_engine import A, B, FakeServer
 from tests.unit.client.ring.fake_ring import FakeRing, RingEngine
+from tests.waiting import eventually
 
 # Of a connection, and of its first Forward.
 POINTS = ("hello", "offer", "before", "reply", "written", "rung")

@@ -24,7 +24,8 @@ from slotcar_client.transports.connection import Connection
 from slotcar_sidecar.core import errors
 from slotcar_sidecar.rpc import status
 
-from tests.unit.client.fake_engine import FakeEngine, eventually
+from tests.unit.client.fake_engine import FakeEngine
+from tests.waiting import eventually
 
 FEATURES = {"k": (4, 4), "o": (4, 8), "q": (4, 4)}
 SPEC = model_pb2.ModelSpec(

@@ -18,8 +18,9 @@ from slotcar_client import Client, aio
 from slotcar_kernels import native
 from slotcar_sidecar.core import errors as server_errors
 
-from tests.unit.client.fake_engine import A, FakeServer, eventually
+from tests.unit.client.fake_engine import A, FakeServer
 from tests.unit.client.ring.fake_ring import FakeRing, RingEngine
+from tests.waiting import eventually
 
 X = torch.arange(12.0).reshape(3, 4)
 ALL = [plane_pb2.PLANE_STREAM, plane_pb2.PLANE_RING, plane_pb2.PLANE_DIRECT]

@@ -14,8 +14,9 @@ from slotcar.shm import region
 from slotcar_client import BASE, Client, PendingForward, Session
 from slotcar_sidecar.core import errors as server_errors
 
-from tests.unit.client.fake_engine import A, eventually
+from tests.unit.client.fake_engine import A
 from tests.unit.client.ring.fake_ring import FakeRing, RingEngine, silent, time_is_over_when
+from tests.waiting import eventually
 
 X = torch.arange(12.0).reshape(3, 4)
 STALE = server_errors.LayoutStale("stale", entries=("sql",))

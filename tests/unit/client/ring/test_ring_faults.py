@@ -12,8 +12,9 @@ import slotcar_client
 import torch
 from slotcar_client import Session
 
-from tests.unit.client.fake_engine import A, eventually
+from tests.unit.client.fake_engine import A
 from tests.unit.client.ring.child import POINTS, Child
+from tests.waiting import eventually
 
 X = torch.arange(12.0).reshape(3, 4)
 PATIENCE_SECONDS = 30.0
