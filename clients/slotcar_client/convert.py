@@ -72,6 +72,7 @@ def server_info(message: engine_service_pb2.ServerInfo) -> values.ServerInfo:
         slot_dtype=DTYPE_NAMES.get(message.slot_dtype, str(message.slot_dtype)),
         max_message_bytes=message.max_message_bytes,
         max_response_bytes=message.max_response_bytes,
+        planes=tuple(map(plane, message.planes)),
     )
 
 

@@ -1,4 +1,4 @@
-"""What a session does after an error: a pure decision, without calls.
+"""What a session does after an error: a pure decision, and how long it waits for a server that is away.
 
     call ──error──▶ next_step ──▶ REMAP    set the mapping again by the digests last reported, then repeat the call
                               ──▶ REOPEN   open a new session, take its holds again, then REMAP

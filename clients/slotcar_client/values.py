@@ -36,7 +36,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What a server is and accepts."""
+    """What a server is and accepts. `planes` are those that it offers this client; over TCP only "stream" serves."""
 
     version: str
     slots: int
@@ -44,6 +44,7 @@ class ServerInfo:
     slot_dtype: str
     max_message_bytes: int
     max_response_bytes: int
+    planes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

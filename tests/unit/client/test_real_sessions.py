@@ -196,8 +196,9 @@ def test_an_upload_is_the_load_of_the_same_folder(client: Client, root: Path) ->
         client.upload("french", root / "sql")
 
 
-def test_the_server_is_of_the_version_of_this_client(client: Client) -> None:
+def test_a_session_says_what_its_server_is(client: Client) -> None:
     with client.session() as session:
+        assert session.server.planes == ("stream", "ring", "direct")
         assert session.server.version == client_version()
         assert session.server.max_response_bytes > 0
 
