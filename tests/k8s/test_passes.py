@@ -18,6 +18,7 @@ from tests.k8s.pods import GOOD, IMAGE, Json, container, good, pod, review
 
 SETTINGS = Settings(defaults={"image": IMAGE}, version="1.0")
 STATUS = "slotcar.dev/status"
+EVICTABLE = "cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes"
 
 
 def passed(of: Json, settings: Settings = SETTINGS) -> tuple[Json, Outcome]:
@@ -53,9 +54,14 @@ def lose_metrics_label(of: Json) -> None:
     del of["metadata"]["labels"]["slotcar.dev/metrics"]
 
 
-@pytest.mark.parametrize(
-    "lose", [lose_mount, lose_variable, lose_container, lose_volume, lose_group, lose_metrics_label]
-)
+def lose_evictable(of: Json) -> None:
+    del of["metadata"]["annotations"][EVICTABLE]
+
+
+LOSSES = (lose_mount, lose_variable, lose_container, lose_volume, lose_group, lose_metrics_label, lose_evictable)
+
+
+@pytest.mark.parametrize("lose", LOSSES)
 def test_what_another_webhook_took_away_is_put_back(lose: Callable[[Json], None]) -> None:
     """dapr#6350: a second webhook undid the first one's work."""
     whole = injected()
@@ -66,6 +72,7 @@ def test_what_another_webhook_took_away_is_put_back(lose: Callable[[Json], None]
     assert checks.faults(healed) == []
     assert passed(healed)[1].reason is Reason.COMPLETE
     assert checks.named(healed, "slotcar") == checks.named(whole, "slotcar")
+    assert healed["metadata"] == whole["metadata"]
 
 
 def mirror_image(of: Json) -> None:
@@ -119,7 +126,20 @@ def test_a_volume_that_is_not_wanted_any_more_goes() -> None:
     del changed["metadata"]["annotations"]["slotcar.dev/disk-bytes"]
     again, _ = passed(changed)
     assert "slotcar-disk" not in {each["name"] for each in again["spec"]["volumes"]}
+    assert again["metadata"]["annotations"][EVICTABLE] == "slotcar-run,slotcar-tmp"
     assert checks.faults(again) == []
+
+
+def test_the_autoscaler_may_take_what_is_slotcars_and_what_the_author_named() -> None:
+    of = pod(annotations={"disk-bytes": "1Gi"})
+    of["metadata"]["annotations"][EVICTABLE] = "scratch,slotcar-tmp"
+    again, _ = passed(of)
+    assert again["metadata"]["annotations"][EVICTABLE] == "scratch,slotcar-tmp,slotcar-run,slotcar-disk"
+    del again["metadata"]["annotations"]["slotcar.dev/disk-bytes"]
+    fewer, outcome = passed(again)
+    assert outcome.reason is Reason.REPLACED
+    assert fewer["metadata"]["annotations"][EVICTABLE] == "scratch,slotcar-run,slotcar-tmp"
+    assert passed(fewer)[1].reason is Reason.COMPLETE
 
 
 def test_a_sidecar_that_was_moved_comes_back_to_its_place() -> None:

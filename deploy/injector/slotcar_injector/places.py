@@ -6,6 +6,8 @@ PREFIX = "slotcar.dev/"
 LABEL = PREFIX + "inject"
 METRICS_LABEL = PREFIX + "metrics"
 STATUS = PREFIX + "status"
+# The cluster autoscaler's: which volumes a pod may lose with its node.
+EVICTABLE = "cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes"
 
 CONTAINER = "slotcar"
 METRICS_PORT = "slotcar-metrics"

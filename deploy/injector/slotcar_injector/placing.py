@@ -46,7 +46,13 @@ def without(pod: Json) -> Json:
                 "env",
                 lambda each: (each["name"], each.get("value")) != (places.TARGET_VARIABLE, places.TARGET),
             )
-    del bare["metadata"]["annotations"][places.STATUS]
+    annotations = bare["metadata"]["annotations"]
+    del annotations[places.STATUS]
+    if places.EVICTABLE in annotations:
+        kept = [name for name in _evictable(annotations) if name not in places.VOLUMES]
+        annotations |= {places.EVICTABLE: ",".join(kept)}
+        if not kept:
+            del annotations[places.EVICTABLE]
     return bare
 
 
@@ -55,6 +61,7 @@ def _with(pod: Json, pieces: Pieces) -> Json:
     placed["metadata"] = metadata = field(placed, "metadata")
     spec = placed["spec"]
     metadata["labels"] = {places.METRICS_LABEL: "true"} | field(metadata, "labels")
+    _let_evict(metadata, pieces)
     _place_container(spec, pieces)
     for volume in pieces.volumes:
         if volume["name"] not in _names(items(spec, "volumes")):
@@ -68,6 +75,20 @@ def _with(pod: Json, pieces: Pieces) -> Json:
     if pieces.group not in groups:
         spec["securityContext"] = security | {"supplementalGroups": [*groups, pieces.group]}
     return placed
+
+
+def _let_evict(metadata: Json, pieces: Pieces) -> None:
+    """Without the annotation the cluster autoscaler keeps the node of a pod that has volumes of the node's."""
+    annotations = field(metadata, "annotations")
+    listed = _evictable(annotations)
+    missing = [each["name"] for each in pieces.volumes if "emptyDir" in each and each["name"] not in listed]
+    if missing:
+        metadata["annotations"] = annotations | {places.EVICTABLE: ",".join([*listed, *missing])}
+
+
+def _evictable(annotations: Json) -> list[str]:
+    """The names of volumes, as the pod's author wrote them."""
+    return [name for name in annotations.get(places.EVICTABLE, "").split(",") if name]
 
 
 def _place_container(spec: Json, pieces: Pieces) -> None:
