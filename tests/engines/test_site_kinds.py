@@ -146,6 +146,18 @@ def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
 
 
+def assert_base_row(found: torch.Tensor, plain: torch.Tensor, model: PreTrainedModel) -> None:
+    """The row of a mixed batch has the bits that it has in a plain one.
+
+    Not behind a layer of experts: each multiplies all rows that are routed to it at once, and on some processors the
+    last bits of a row depend on how many those are, in the plain model too.
+    """
+    if hasattr(model.config, "num_experts_per_tok"):
+        torch.testing.assert_close(found, plain, rtol=0, atol=1e-6)
+    else:
+        assert torch.equal(found, plain)
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_logits_are_pefts_for_each_adapter_and_the_base_models_beside_it(stage: Stage, transport: str) -> None:
     ids, model = prompts(), stage.model
@@ -155,13 +167,15 @@ def test_logits_are_pefts_for_each_adapter_and_the_base_models_beside_it(stage: 
         attach(model, session),
     ):
         assert session.transport == transport
+        with session.rows([BASE, BASE, BASE]):
+            assert torch.equal(logits(model, ids), plain)
         for name in sorted(path.name for path in stage.adapters.iterdir()):
             wanted = stage.peft(name, ids)
             with session.rows([name, BASE, name]):
                 found = [logits(model, ids) for _ in range(2)]
             for result in found:
                 close(result[[0, 2]], wanted[[0, 2]])
-                assert torch.equal(result[1], plain[1]), name
+                assert_base_row(result[1], plain[1], model)
                 assert not torch.allclose(result[0], plain[0], atol=1e-3), name
     assert torch.equal(logits(model, ids), plain)
 
@@ -216,7 +230,7 @@ def test_adapters_of_the_time_when_each_expert_was_a_module(tmp_path: Path) -> N
         with attach(model, session), session.rows([BASE, "old", "old"]):
             found = logits(model, ids)
     close(found[1:], logits(merged, ids)[1:])
-    assert torch.equal(found[0], logits(model, ids)[0])
+    assert_base_row(found[0], logits(model, ids)[0], model)
 
 
 def test_an_engine_with_packed_sites(tmp_path: Path) -> None:
