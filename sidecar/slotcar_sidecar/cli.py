@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +103,16 @@ def _make_config(settings: dict[str, Any]) -> Config:
         elif isinstance(value, tuple) and "choices" in item.metadata:
             values[item.name] = tuple(name for text in value for name in text.split(",") if name)
         elif "Path" in str(item.type) and value is not None:
-            values[item.name] = tuple(map(Path, value)) if isinstance(value, tuple) else Path(value)
+            path = partial(_path, item.name)
+            values[item.name] = tuple(map(path, value)) if isinstance(value, tuple) else path(value)
     return Config(**values)
+
+
+def _path(name: str, text: str) -> Path:
+    """An empty text, as a template may leave it, is not the folder that the process is in."""
+    if not text:
+        raise ConfigError(name, "an empty text", "a path")
+    return Path(text)
 
 
 @main.command()

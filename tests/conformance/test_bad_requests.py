@@ -228,6 +228,7 @@ BAD_SESSIONS: dict[str, tuple[engine.OpenSessionRequest, str]] = {
 }
 BAD_SITES: dict[str, tuple[engine.OpenSessionRequest, str]] = {
     "no-name": (spec(SITE, site(name="")), "model_spec.sites[1].name"),
+    "control-site": (spec(SITE, site(name="a\nb")), "model_spec.sites[1].name"),
     "long-site": (spec(SITE, site(name="x" * 501)), "model_spec.sites[1].name"),
     "no-features": (spec(SITE, site(in_features=0)), "model_spec.sites[1].in_features"),
     "features": (spec(SITE, site(out_features=2**32 - 1)), "model_spec.sites[1].out_features"),

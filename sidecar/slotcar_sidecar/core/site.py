@@ -177,8 +177,9 @@ class Leaf:
 
 
 def _check_name(field: str, name: object) -> None:
-    if not isinstance(name, str) or not 1 <= len(name) <= _MAX_NAME:
-        raise RequestInvalid(f"site.{field}", found=str(name)[:_MAX_NAME], wanted=f"1 to {_MAX_NAME} characters")
+    if not isinstance(name, str) or not 1 <= len(name) <= _MAX_NAME or not name.isprintable():
+        found, wanted = str(name)[:_MAX_NAME], f"1 to {_MAX_NAME} printable characters"
+        raise RequestInvalid(f"site.{field}", found=found, wanted=wanted)
 
 
 def _check_number(field: str, value: object, most: int, of: str = "") -> None:

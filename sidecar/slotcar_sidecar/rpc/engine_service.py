@@ -51,8 +51,8 @@ class EngineService(engine_service_pb2_grpc.EngineServiceServicer):
         session = self._open(request)
         attachment = session.attachment
         assert attachment is not None
-        opened = self._opened(session, resumed=bool(request.resume_session))
         try:
+            opened = self._opened(session, resumed=bool(request.resume_session))
             async for message in self._feed(opened, lambda: session.attachment == attachment, session):
                 yield pb.OpenSessionResponse(**message)
         finally:

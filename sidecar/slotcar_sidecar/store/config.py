@@ -153,9 +153,14 @@ def _flag(name: str, value: object) -> bool:
 
 def _names(name: str, value: object) -> tuple[str, ...]:
     names = [] if value is None else value
-    if not isinstance(names, list) or len(names) > _MAX_TARGETS or not all(isinstance(text, str) for text in names):
-        raise _malformed(name, value, f"a list of at most {_MAX_TARGETS} names")
+    if not isinstance(names, list) or len(names) > _MAX_TARGETS or not all(map(_is_name, names)):
+        raise _malformed(name, value, f"a list of at most {_MAX_TARGETS} names in printable ASCII")
     return tuple(names)
+
+
+def _is_name(value: object) -> bool:
+    """As the names of modules in the file's keys: what is answered and shown is made of both."""
+    return isinstance(value, str) and value.isascii() and value.isprintable()
 
 
 def _rank(name: str, value: object) -> int:

@@ -39,6 +39,8 @@ def test_the_defaults_that_the_help_shows_are_accepted(served: list[Config]) -> 
         ("--host-bytes", "4 parsecs"),
         ("--max-message-bytes", "1GiB"),
         ("--root", "/nowhere/at/all"),
+        ("--root", ""),
+        ("--disk", ""),
         ("--listen", "unix://relative"),
         ("--listen", "unix:///" + "x" * 200),
         ("--listen", "tcp://0.0.0.0:1"),

@@ -43,6 +43,13 @@ def test_a_ref_is_a_name_with_or_without_a_digest() -> None:
             AdapterRef.parse(text)
 
 
+@pytest.mark.parametrize("name", ["", "q\n", "q\ud800", "\x1b[2J"])
+def test_a_sites_name_can_be_shown_and_sent(name: str) -> None:
+    with pytest.raises(RequestInvalid) as refusal:
+        Site(name, 2, 3)
+    assert refusal.value.facts["field"] == "site.name"
+
+
 def test_a_model_spec_survives_a_round_trip() -> None:
     spec = ModelSpec.of([Site("b", 2, 3), Site("a", 1, 1)], dtype="bfloat16", fingerprint="f")
     assert ModelSpec.from_dict(spec.to_dict()) == spec

@@ -63,3 +63,19 @@ async def test_it_leaves_no_circle(channel: aio.Channel, collector: None, method
     kinds = ("RPCState", "_ServicerContext", "AbortError", "SlotcarError")
     left = Counter(type(thing).__name__ for thing in gc.get_objects() if type(thing).__name__ in kinds)
     assert all(count < CALLS / 2 for count in left.values()), left
+
+
+async def test_a_session_whose_first_answer_fails_is_without_a_stream(tmp_path: Path) -> None:
+    """It ends with its grace then; with a stream that is not there it would stay for good."""
+    cache = make_bench(1).cache
+    server = make_server(cache, Serving(1 << 20, 1.0, lambda method, reason: None, planes=("none",)))
+    address = f"unix:{tmp_path / 's.sock'}"
+    server.add_insecure_port(address)
+    await server.start()
+    async with aio.insecure_channel(address) as channel:
+        stream = engine_service_pb2_grpc.EngineServiceStub(channel).OpenSession(pb.OpenSessionRequest())
+        with pytest.raises(grpc.RpcError) as refused:
+            await stream.read()
+        assert refused.value.code() is grpc.StatusCode.INTERNAL
+        assert [session.attachment for session in cache.sessions] == [None]
+    await server.stop(1.0)

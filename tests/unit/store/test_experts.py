@@ -28,6 +28,14 @@ def test_experts_that_the_configuration_does_not_name(sites: list[str], targets:
     assert says in error.message
 
 
+@pytest.mark.parametrize("target", ["experts.\ud800", "\x1b]0;title\x07.down_proj", "a\nb", "é"])
+def test_names_of_parameters_are_such_as_keys_may_have(target: str) -> None:
+    """They are answered and shown; what UTF-8 does not have could be neither."""
+    error = refusal(config(target_parameters=[target]), save(raw_tensors("q")))
+    assert isinstance(error, AdapterInvalid)
+    assert (error.facts["field"], error.message.isprintable()) == ("target_parameters", True)
+
+
 def test_parameters_whose_order_is_not_known() -> None:
     error = refusal(config(target_parameters=["experts.w1", "experts.v1"]), save(raw_tensors(*NESTED)))
     assert isinstance(error, AdapterUnsupported)
