@@ -75,6 +75,13 @@ def test_metrics_are_negotiated_as_before(sidecar: SidecarProcess) -> None:
     open_metrics, text = ask(sidecar, "/metrics", Accept=OPENMETRICS, Accept_Encoding="gzip")
     assert open_metrics.headers["Content-Type"].startswith("application/openmetrics-text")
     assert gzip.decompress(text).endswith(b"# EOF\n")
+    for version in ("x", "1.a", "", "-1", "1..0", "1.0.0;version=x", "\xb2"):
+        for kind in ("text/plain", "application/openmetrics-text"):
+            strange, _ = ask(sidecar, "/metrics", Accept=f"{kind}; version={version}")
+            assert strange.status == 200, version
+            assert strange.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+            known, _ = ask(sidecar, "/metrics", Accept=f"{kind};version={version},{OPENMETRICS}")
+            assert known.headers["Content-Type"].startswith("application/openmetrics-text; version=1.0.0")
     some, text = ask(sidecar, "/metrics?name[]=slotcar_thrash_total")
     assert some.status == 200
     assert {line.split()[0] for line in text.decode().splitlines() if not line.startswith("#")} == {

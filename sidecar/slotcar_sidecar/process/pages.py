@@ -11,6 +11,7 @@ import functools
 import gzip
 import json
 import logging
+import re
 import socket
 import threading
 import time
@@ -162,6 +163,15 @@ def _is_near(authority: str, own: str) -> bool:
     return True
 
 
+# The library compares the version that it is asked for with numbers, and fails at others.
+_STRANGE_VERSION = re.compile(r";\s*version=(?!\s*\d+(\.\d+)*\s*(;|$))", re.ASCII)
+
+
+def _acceptable(header: str) -> str:
+    """The Accept header without formats of versions that there are not."""
+    return ",".join(each for each in header.split(",") if not _STRANGE_VERSION.search(each))
+
+
 class _Metrics:
     """The library's own answer to a scrape, with its choice of format and compression."""
 
@@ -174,7 +184,7 @@ class _Metrics:
             "REQUEST_METHOD": "GET",
             "PATH_INFO": request.path,
             "QUERY_STRING": request.query,
-            "HTTP_ACCEPT": request.headers.get("accept", ""),
+            "HTTP_ACCEPT": _acceptable(request.headers.get("accept", "")),
             "HTTP_ACCEPT_ENCODING": request.headers.get("accept-encoding", ""),
         }
 
