@@ -26,6 +26,7 @@ _OF_CLIENTS = {"SLOTCAR_TARGET", "SLOTCAR_TLS_CA", "SLOTCAR_TOKEN_FILE"}
 PLANES = ("stream", "ring", "direct")
 MAX_SOCKET_PATH_BYTES = 107
 _MAX_MESSAGE_BYTES = 511 << 20
+_MAX_THREADS = 1024
 # Not that of another metric of ours.
 _LORA_INFO = re.compile(r"slotcar_lora_requests_info|(?!slotcar_)[a-zA-Z_:][a-zA-Z0-9_:]*")
 _MODE = re.compile(r"0?6[0-7][0-7]")
@@ -220,8 +221,8 @@ class Config:
     max_streams: int = _setting(1024, "Most calls at a time over one connection; more of them wait.", most=1 << 20)
     max_watchers: int = _setting(256, "Most streams of events at a time.")
     mapping_idle_seconds: float = _setting(30.0, "An unused mapping loses its pins after this time, not its validity.")
-    compute_threads: int = _setting(1, "Forwards that run side by side, one thread each.")
-    load_threads: int = _setting(2, "Loads that read or write side by side, one thread each.")
+    compute_threads: int = _setting(1, "Forwards that run side by side, one thread each.", most=_MAX_THREADS)
+    load_threads: int = _setting(2, "Loads that read or write side by side, one thread each.", most=_MAX_THREADS)
     heartbeat_seconds: float = _setting(10.0, "A session's stream carries a sign of life at least this often.")
     shutdown_seconds: float = _setting(20.0, "After SIGTERM, serve at most this long before closing.")
     log_format: str = _setting("human", "How log lines look.", choices=("human", "json"))

@@ -22,6 +22,7 @@ from slotcar_sidecar.config import Address, Config, TcpAddress, UnixAddress
 _log = logging.getLogger("slotcar")
 
 _BACKLOG = 128
+_MAX_GROUP = 2**32 - 2  # the one above it means "as it is"
 
 
 class StartError(Exception):
@@ -43,6 +44,8 @@ class Doors:
             number = None if group is None else int(group) if group.isdecimal() else grp.getgrnam(group).gr_gid
         except KeyError:
             raise StartError(f"--socket-group is {group}: this machine has no such group") from None
+        if number is not None and number > _MAX_GROUP:
+            raise StartError(f"--socket-group is {group}: wanted at most {_MAX_GROUP}")
         return cls(int(config.socket_mode, 8), number)
 
     @contextlib.contextmanager

@@ -33,6 +33,8 @@ def test_the_defaults_that_the_help_shows_are_accepted(served: list[Config]) -> 
         ("--slots", "0"),
         ("--slots", "x"),
         ("--max-rank", "-1"),
+        ("--compute-threads", "1025"),
+        ("--load-threads", "1000000"),
         ("--heartbeat-seconds", "nan"),
         ("--dtype", "int8"),
         ("--device", "tpu"),

@@ -40,6 +40,8 @@ def test_a_group_by_name_or_number(tmp_path: Path) -> None:
     assert Doors.of(Config(socket_group="7")).group == 7
     with pytest.raises(StartError, match="no such group"):
         Doors.of(Config(socket_group="nobody-has-this"))
+    with pytest.raises(StartError, match="--socket-group is 4294967295: wanted at most 4294967294"):
+        Doors.of(Config(socket_group="4294967295"))
 
 
 @pytest.mark.parametrize("mode", ["660x", "0777", "rw", "0060", ""])
