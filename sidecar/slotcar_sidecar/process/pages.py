@@ -164,7 +164,7 @@ def _is_near(authority: str, own: str) -> bool:
 
 
 # The library compares the version that it is asked for with numbers, and fails at others.
-_STRANGE_VERSION = re.compile(r";\s*version=(?!\s*\d+(\.\d+)*\s*(;|$))", re.ASCII)
+_STRANGE_VERSION = re.compile(r";\s*version=(?!\s*\d{1,9}(\.\d{1,9})*\s*(;|$))", re.ASCII)
 
 
 def _acceptable(header: str) -> str:
